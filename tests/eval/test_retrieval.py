@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gecko.data import load_tokenizer
 from gecko.eval.retrieval import (
-    NEW_TOKENS,
-    NOISE,
+    OF_TEXTS,
+    TASKS,
+    WITH_DEPTH,
+    Haystack,
     NeedleGrid,
-    Sample,
     first_number,
     haystack,
+    matched,
     retrieval,
-    ruler_depth,
-    string_match_all,
 )
+from gecko.eval.ruler import NOISE, READERS, Draw, Sample, drawn_depths
+from gecko.eval.scored_model import Text, open_files
 
 BOOK = "It was late. The rain fell on the town! Who was there? Nobody knew, and nobody asked. " * 200
-TASKS = ("passkey", "niah_single_1", "niah_single_2")
+SINGLE = ("passkey", "niah_single_1", "niah_single_2")
 BYTES = load_tokenizer("bytes")
+SQUAD = {
+    "data": [
+        {"paragraphs": [
+            {"context": f"The town {name} lies on the river {name}ine. " * 2, "qas": [
+                {"question": f"Where does {name} lie?",
+                 "answers": [{"text": f"on the {name}ine"}, {"text": f"{name}ine"}]},
+                {"question": "Why?", "answers": [], "is_impossible": True},
+            ]} for name in (f"{first}{last}" for last in ("den", "burg", "feld"))
+        ]} for first in ("Arn", "Eber", "Neu", "Lich", "Ro")
+    ]
+}  # fmt: skip
+HOTPOT = [
+    {"question": f"Who founded the town of {name}?", "answer": f"Count {name}",
+     "context": [[f"{name} {part}", [f"Count {name} founded it. ", f"It has {part} gates."]] for part in range(3)]}
+    for name in ("Anna", "Berta", "Clara", "Dora")
+]  # fmt: skip
 
 RULER = (
     "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will quiz "
@@ -35,39 +56,65 @@ RULER = (
 )
 
 
-def texts_of(task: str) -> list[str]:
-    return [BOOK] if task == "niah_single_2" else []
+@pytest.fixture
+def texts_of(tmp_path: Path) -> Callable[[str], list[Text]]:
+    def of(task: str) -> list[Text]:
+        path = tmp_path / f"{task}.txt"
+        if task in READERS:
+            path.write_text(json.dumps({"qa_1": SQUAD, "qa_2": HOTPOT}[task]))
+        else:
+            path.write_text(BOOK)
+        return open_files([str(path)]) if task in OF_TEXTS or task in READERS else []
+
+    return of
 
 
-def rulers_prompt(context: str, key: str) -> str:
-    """Return RULER's template for one key and one value, with RULER's modifications."""
-    template = RULER.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
-    return template.format(type_needle_v="number", context=context, query=key)
+def texts(tmp_path: Path, *contents: str) -> list[Text]:
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_text(content)
+    return open_files([str(tmp_path / str(number)) for number in range(len(contents))])
 
 
-def asked_key(prompt: str) -> str:
-    return re.findall(r"magic number for (\S+) mentioned", prompt)[-1]
+def one(hay: Haystack, units: int, depth: float | None, seed: int = 1) -> Sample:
+    return hay.units.build(Draw(units, depth, random.Random(seed)))
+
+
+def rulers_prompt(context: str, query: str, kind: str, single: bool) -> str:
+    """Return RULER's template, for one key and one value with RULER's modifications."""
+    template = RULER
+    if single:
+        template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
+        template, kind = template.replace("answers", "answer"), kind[:-1]
+    return template.format(type_needle_v=kind, context=context, query=query)
+
+
+def asked_keys(prompt: str) -> list[str]:
+    (found,) = re.findall(r"provided text\? The special magic \S+ for (.*) mentioned", prompt)
+    return re.split(r", and |, ", found)
 
 
 def test_noise_is_rulers_text() -> None:
-    sample = haystack("niah_single_1").build(4, 0.5, random.Random(1))
-    key = asked_key(sample.prompt)
-    needle = f"One of the special magic numbers for {key} is: {sample.answer}."
-    assert sample.prompt == rulers_prompt("\n".join([NOISE, NOISE, needle, NOISE, NOISE]), key)
-    assert re.fullmatch(r"[1-9]\d{6}", sample.answer)
+    sample = one(haystack("niah_single_1", BYTES, 4096), 4, 0.5)
+    (key,) = asked_keys(sample.prompt)
+    needle = f"One of the special magic numbers for {key} is: {sample.answers[0]}."
+    context = "\n".join([NOISE, NOISE, needle, NOISE, NOISE])
+    assert sample.prompt == rulers_prompt(context, key, "numbers", True)
+    assert re.fullmatch(r"[1-9]\d{6}", sample.answers[0])
     assert re.fullmatch(r"\S+-\S+", key)
 
 
-def test_essays_are_rulers_text() -> None:
-    sample = haystack("niah_single_2", ["One  two.\nThree four? ", "Five six seven."]).build(7, 0.5, random.Random(1))
-    key = asked_key(sample.prompt)
-    needle = f"One of the special magic numbers for {key} is: {sample.answer}."
-    assert sample.prompt == rulers_prompt(f"One two. {needle} Three four? Five six seven.", key)
+def test_essays_are_rulers_text(tmp_path: Path) -> None:
+    books = texts(tmp_path, "One  two.\nThree four? ", "Five six seven.")
+    sample = one(haystack("niah_single_2", BYTES, 4096, books), 7, 0.5)
+    (key,) = asked_keys(sample.prompt)
+    needle = f"One of the special magic numbers for {key} is: {sample.answers[0]}."
+    context = f"One two. {needle} Three four? Five six seven."
+    assert sample.prompt == rulers_prompt(context, key, "numbers", True)
 
 
 def test_passkey_is_the_original_text() -> None:
-    sample = haystack("passkey").build(20, 0.25, random.Random(1))
-    value = int(sample.answer)
+    sample = one(haystack("passkey", BYTES, 4096), 20, 0.25)
+    value = int(sample.answers[0])
     assert sample.prompt == (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
         "about the important information there.\n"
@@ -77,28 +124,109 @@ def test_passkey_is_the_original_text() -> None:
     assert 1 <= value <= 50_000
 
 
-@settings(max_examples=30)
-@given(task=st.sampled_from(TASKS), length=st.integers(800, 5000), depth=st.floats(0, 1), seed=st.integers(0, 99))
-def test_samples_fill_their_length_and_keep_their_depth(task: str, length: int, depth: float, seed: int) -> None:
-    hay = haystack(task, texts_of(task))
-    units = hay.fit(BYTES, length)
-    sample = hay.sample(BYTES, length, units, depth, str(seed))
-    used = len(sample.prompt.encode()) + 1 + NEW_TOKENS[task]
-    assert length - 250 < used <= length
-    marks = {
-        "passkey": "\nThe pass key is",
-        "niah_single_1": "One of the special",
-        "niah_single_2": "One of the special",
-    }
-    before = sample.prompt.index(marks[task]) - sample.prompt.index(".\n") - 2
-    assert abs(before / (length - 400) - depth) < 0.5 * (700 / length) + 0.02
-    assert sample.prompt.count(sample.answer) >= 1
+@pytest.mark.parametrize(
+    ("task", "needles", "answers", "kind"),
+    [("niah_single_3", 1, 1, "uuids"), ("niah_multikey_1", 4, 1, "numbers"), ("niah_multikey_2", 31, 1, "numbers"),
+     ("niah_multikey_3", 31, 1, "uuids"), ("niah_multivalue", 4, 4, "numbers"), ("niah_multiquery", 4, 4, "numbers")],
+)  # fmt: skip
+def test_needles_are_rulers(task: str, needles: int, answers: int, kind: str, texts_of: Any) -> None:
+    """The number of needles and answers, their kinds, the template, and places that are not always the same."""
+    build, places = haystack(task, BYTES, 4096, texts_of(task)).units.build, set()
+    for seed in range(20):
+        sample = build(Draw(30, None, random.Random(seed)))
+        hidden = re.findall(r"One of the special magic (\w+) for (\S+) is: (\S+)\.", sample.prompt)
+        assert len(hidden) == needles and {kind for kind, _, _ in hidden} == {kind}
+        keys = asked_keys(sample.prompt)
+        assert Counter(sample.answers) == Counter(value for _, key, value in hidden if key in keys)
+        assert len(sample.answers) == answers
+        context = sample.prompt.partition("afterwards.\n")[2].rpartition("\nWhat ")[0]
+        query = f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
+        assert sample.prompt == rulers_prompt(context, query, kind, answers == 1)
+        places.add(context.index("One of the special magic numbers for" if kind == "numbers" else sample.answers[0]))
+    assert len(places) > 3 or task == "niah_multikey_2"
 
 
-def test_depths_are_exact_at_both_ends() -> None:
-    for task in TASKS:
-        hay = haystack(task, texts_of(task))
-        first, last = (hay.build(50, depth, random.Random(0)).prompt for depth in (0.0, 1.0))
+def test_variables_are_rulers() -> None:
+    sample = one(haystack("vt", BYTES, 4096), 20, None)
+    example, asked = sample.prompt.split("\n\nMemorize")
+    for text, letters in ((example, 3), ("Memorize" + asked, 5)):
+        chain = re.findall(rf"^VAR ([A-Z]{{{letters}}}) = (\w+)(?: ([A-Z]+) ?)?$", text, re.MULTILINE)
+        assert len(chain) == 5 and [value for _, value, _ in chain[1:]] == ["VAR"] * 4
+        assert [earlier for _, _, earlier in chain[1:]] == [name for name, _, _ in chain[:-1]]
+        value = int(chain[0][1])
+        assert text.count(f"assigned the value {value}") == 2 and "text above, 5 variables are assigned" in text
+    assert sample.answers == tuple(name for name, _, _ in chain)
+    assert example.endswith(f"they are:  {' '.join(re.findall('VAR ([A-Z]{3}) =', example))}")
+    assert asked.endswith("they are: ") and asked.count(NOISE) == 20
+    assert asked.index("\n\n") < asked.index("\nQuestion: Find all variables")
+
+
+@pytest.mark.parametrize(
+    ("length", "frequent", "rare", "shown"), [(2048, 6, 1, (3, 1, 20)), (8192, 30, 3, (10, 3, 40))]
+)
+def test_common_words_are_rulers(length: int, frequent: int, rare: int, shown: tuple[int, int, int]) -> None:
+    sample = one(haystack("cwe", BYTES, length), 50, None)
+    example, asked = sample.prompt.split("\nBelow")
+    for text, repeats, words in ((example, shown[:2], shown[2]), (asked, (frequent, rare), 50)):
+        context = text.partition("most often.\n")[2].partition("\nQuestion")[0]
+        counts = Counter(re.findall(r"\d+\. (\D+?)(?= \d+\.|$)", context))
+        assert Counter(counts.values()) == {repeats[0]: 10, repeats[1]: words - 10}
+        common = [word for word, count in counts.items() if count == repeats[0]]
+    assert sorted(sample.answers) == sorted(common)
+    assert re.search(r"in the list are: 1\. .* 10\. \S+$", example) and asked.endswith("in the list are:")
+
+
+def test_frequent_words_follow_rulers_law() -> None:
+    sample = one(haystack("fwe", BYTES, 4050), 1000, None)
+    words = sample.prompt.partition("coded words. ")[2].partition("\nQuestion")[0].split(" ")
+    ranked = Counter(words).most_common()
+    assert [word for word, _ in ranked[:4]] == ["...", *sample.answers]
+    assert [count for _, count in ranked] == sorted(
+        (int(1000 / rank**2 / 1.6449340668) for rank in range(1, 25)), reverse=True
+    )
+    assert all(re.fullmatch("[a-z]{6}", word) for word, _ in ranked[1:])
+
+
+@pytest.mark.parametrize(("task", "needed"), [("qa_1", 1), ("qa_2", 3)])
+def test_questions_are_about_their_documents(task: str, needed: int, texts_of: Any) -> None:
+    units = haystack(task, BYTES, 4096, texts_of(task)).units
+    assert units.least == needed
+    seen = set()
+    for number in range(units.most or 0):
+        for count in (needed, needed + 2, units.most or 0):
+            sample = units.build(Draw(count, None, random.Random(number), number))
+            documents = re.findall(r"Document (\d+):\n(.*?)(?=\n\n(?:Document \d|Answer))", sample.prompt, re.DOTALL)
+            assert [int(place) for place, _ in documents] == list(range(1, count + 1))
+            assert len({document for _, document in documents}) == count
+            assert any(sample.answers[-1] in document for _, document in documents)
+            question = re.findall(r"Question: (.*) Answer:$", sample.prompt)[0]
+            seen.add(question)
+            assert matched(f" It is {sample.answers[-1].upper()}.", sample) == 1 and matched("Why?", sample) == 0
+    assert len(seen) == {"qa_1": 15, "qa_2": 4}[task]
+    assert sample.prompt.startswith("Answer the question based on the given documents. Only give me the answer")
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(length=st.integers(2500, 6000), depth=st.floats(0, 1), seed=st.integers(0, 99))
+def test_samples_fill_their_length_and_keep_their_depth(
+    task: str, texts_of: Any, length: int, depth: float, seed: int
+) -> None:
+    hay = haystack(task, BYTES, length, texts_of(task))
+    units, chosen = hay.fit(), task in WITH_DEPTH
+    sample = hay.sample(units, depth if chosen else None, str(seed))
+    used = len(sample.prompt.encode()) + 1 + TASKS[task]
+    assert length - (600 if task in ("cwe", "fwe") else 260) < used <= length or units == hay.units.most
+    if task in SINGLE:
+        mark = "\nThe pass key is" if task == "passkey" else "One of the special"
+        before = sample.prompt.index(mark) - sample.prompt.index(".\n") - 2
+        assert abs(before / (length - 400) - depth) < 0.5 * (700 / length) + 0.02
+
+
+def test_depths_are_exact_at_both_ends(texts_of: Any) -> None:
+    for task in SINGLE:
+        hay = haystack(task, BYTES, 4096, texts_of(task))
+        first, last = (one(hay, 50, depth).prompt for depth in (0.0, 1.0))
         mark = "The pass key is" if task == "passkey" else "One of the special magic"
         assert first.index(mark) < 200
         assert last.rindex("grass" if task != "niah_single_2" else "rain", 0, last.rindex("What is")) < last.index(mark)
@@ -111,31 +239,31 @@ def lines_before(sample: Sample) -> int:
 
 def test_drawn_places_in_noise_are_all_lines_as_rulers() -> None:
     """RULER inserts at one of ``range(lines)``: before any line, never after the last."""
-    build = haystack("niah_single_1").build
-    places = Counter(lines_before(build(60, None, random.Random(seed))) for seed in range(6000))
+    hay = haystack("niah_single_1", BYTES, 4096)
+    places = Counter(lines_before(one(hay, 60, None, seed)) for seed in range(6000))
     assert set(places) == set(range(60))
     assert max(places.values()) < 3 * min(places.values())
 
 
-def test_drawn_places_in_essays_are_rulers_depths() -> None:
+def test_drawn_places_in_essays_are_rulers_depths(tmp_path: Path) -> None:
     words = [f"w{number}." for number in range(390)]
-    build = haystack("niah_single_2", [" ".join(words)]).build
-    prompts = [build(390, None, random.Random(seed)).prompt for seed in range(500)]
+    hay = haystack("niah_single_2", BYTES, 4096, texts(tmp_path, " ".join(words)))
+    prompts = [one(hay, 390, None, seed).prompt for seed in range(500)]
     places = {len(re.findall(r"w\d", prompt[: prompt.index("One of the special")])) for prompt in prompts}
     assert len(places) == 40 and {0, 390} < places
 
 
 def test_drawn_places_of_the_passkey_are_all_characters() -> None:
     """With 80 characters of noise, 0 to 80 of them are before the passkey."""
-    prompts = [haystack("passkey").build(80, None, random.Random(seed)).prompt for seed in range(2000)]
+    hay = haystack("passkey", BYTES, 4096)
+    prompts = [one(hay, 80, None, seed).prompt for seed in range(2000)]
     assert {len(prompt.split("\n")[1]) for prompt in prompts} == set(range(81))
 
 
 def test_rulers_depths() -> None:
-    drawn = {ruler_depth(random.Random(seed)) for seed in range(2000)}
-    assert len(drawn) == 40
-    assert min(drawn) == 0
-    assert max(drawn) == 1
+    drawn = [depth for seed in range(500) for depth in drawn_depths(4, random.Random(seed))]
+    assert len(set(drawn)) == 40
+    assert (min(drawn), max(drawn)) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -143,30 +271,79 @@ def test_rulers_depths() -> None:
     [(" 1234567.", ["1234567"], 1), ("the number is 123456", ["1234567"], 0), ("A b\x00c", ["a B", "C", "d"], 2 / 3),
      ("", ["1"], 0)],
 )  # fmt: skip
-def test_string_match_all(prediction: str, references: list[str], score: float) -> None:
-    assert string_match_all(prediction, references) == pytest.approx(score)
+def test_string_match(prediction: str, references: list[str], score: float) -> None:
+    assert matched(prediction, Sample("", tuple(references))) == pytest.approx(score)
+    assert matched(prediction, Sample("", tuple(references), one_suffices=True)) == (score > 0)
 
 
 def test_first_number() -> None:
     assert [first_number(text) for text in (" 123. 456", "none", "x007")] == [123, None, 7]
 
 
-def test_a_model_that_looks_it_up_is_right_everywhere(rule_model: Any, write: Any) -> None:
-    def look(prompt: str) -> str:
-        found = re.search(r"(?:pass key is|is:) (\d+)", prompt)
-        assert found is not None
-        return f" {found[1]}."
+def solve(prompt: str) -> str:
+    """Answer a prompt from its text alone, by the meaning of its words."""
+    if "pass key" in prompt:
+        return re.findall(r"pass key is (\d+)\.", prompt)[0]
+    if "special magic" in prompt:
+        hidden = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", prompt)
+        return ", ".join(value for key, value in hidden if key in asked_keys(prompt))
+    if "chain(s)" in prompt:
+        asked = prompt.rpartition("Memorize and track")[2]
+        (known,) = re.findall(r"VAR (\w+) = \d", asked)
+        names = [known]
+        while later := re.findall(rf"VAR (\w+) = VAR {names[-1]}\b", asked):
+            names += later
+        return " ".join(names)
+    if "numbered list" in prompt:
+        asked = prompt.rpartition("most often.\n")[2].partition("\nQuestion")[0]
+        words = re.findall(r"\d+\. (\D+?)(?= \d+\.|$)", asked)
+        return " ".join(word for word, _ in Counter(words).most_common(10))
+    if "coded text" in prompt:
+        words = prompt.partition("coded words. ")[2].partition("\nQuestion")[0].split()
+        return " ".join(word for word, _ in Counter(words).most_common(4)[1:])
+    name = re.findall(r"Question: .*?([A-Z]\w+)(?: lie)?\? Answer:", prompt)[0]
+    return f"Count {name}" if "founded" in prompt else f"on the {name}ine"
 
-    model = rule_model(answer=look)
-    for task in TASKS:
-        books = write(*(text.encode() for text in texts_of(task)))
-        results = retrieval(model, task, NeedleGrid([800, 1600], [0, 0.5, 1], samples=3), texts=books)
-        assert [score.value for score in results.scores] == [1.0] * len(results.scores)
-        assert all(score.n == 3 and score.interval is not None for score in results.scores)
-        assert len(results.details["answers"]) == 18
-        assert results.settings["texts"] == [book.name for book in books]
-        assert results.settings["depths"] == [0, 0.5, 1]
-    assert len({text for text in model.read_texts}) == 54, "all samples differ"
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_a_model_that_knows_is_right_everywhere_and_one_that_guesses_is_not(
+    task: str, rule_model: Any, texts_of: Any
+) -> None:
+    depths, asked = ([0, 0.5, 1] if task in WITH_DEPTH else None), texts_of(task)
+    model = rule_model(answer=solve)
+    grid = NeedleGrid([2500, 4500], depths, samples=3)
+    results = retrieval(model, task, grid, texts=asked)
+    assert [score.value for score in results.scores] == [1.0] * len(results.scores)
+    assert all(score.n == 3 and score.interval is not None for score in results.scores)
+    count = 6 * len(depths or [None])
+    assert len(results.details["answers"]) == len(set(model.read_texts)) == count, "all samples differ"
+    assert all(answer["tokens"] + TASKS[task] <= answer["length"] for answer in results.details["answers"])
+    assert results.settings["texts"] == [book.name for book in asked]
+    assert results.settings["depths"] == (depths or "random")
+    guessed = retrieval(rule_model(answer=lambda prompt: " 1234567 and ABCDE"), task, grid, texts=asked)
+    assert [score.value for score in guessed.scores] == [0.0] * len(guessed.scores)
+
+
+def test_half_of_several_answers_is_half_of_the_score(rule_model: Any, texts_of: Any) -> None:
+    half = rule_model(answer=lambda prompt: ", ".join(solve(prompt).split(", ")[:2]))
+    results = retrieval(half, "niah_multivalue", NeedleGrid([3000], None, samples=4), texts=texts_of("niah_multivalue"))
+    (score,) = results.scores
+    assert (score.name, score.value, score.n) == ("string_match_all", 0.5, 4)
+
+
+def test_a_tokenizer_with_other_pieces_has_longer_texts(tmp_path: Path, texts_of: Any) -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers
+
+    library = Library(models.WordLevel({"[UNK]": 0, "<|endoftext|>": 1}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    words = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    for task in ("niah_multikey_2", "vt", "cwe", "fwe"):
+        hay = haystack(task, words, 3000)
+        sample = hay.sample(hay.fit(), None, "0")
+        assert 2900 - 60 * (task == "cwe") < len(words.encode(sample.prompt)) + 1 + TASKS[task] <= 3000
+        assert hay.fit() > 1.5 * haystack(task, BYTES, 3000).fit()
 
 
 def test_wrong_and_empty_answers_are_counted_and_said(rule_model: Any) -> None:
@@ -176,19 +353,37 @@ def test_wrong_and_empty_answers_are_counted_and_said(rule_model: Any) -> None:
     assert results.notes == ["length 800, depth random: 4 of 4 answers are empty, and count as wrong"]
 
 
-def test_bad_input_is_refused(rule_model: Any, write: Any) -> None:
-    model = rule_model(answer=lambda prompt: "1")
-    cases: list[tuple[str, list[int], list[str], str]] = [
-        ("passkei", [800], [], "Did you mean 'passkey'"),
-        ("niah_single_2", [800], [], "needs texts"),
-        ("passkey", [800], [BOOK], "makes its own text"),
-        ("niah_single_1", [200], [], "200 tokens do not hold"),
-        ("niah_single_2", [4000], ["Too few words."], "must fill 4,000 tokens; their 3 words do not"),
-    ]
-    for task, lengths, texts, message in cases:
-        with pytest.raises(ValueError, match=message):
-            retrieval(model, task, NeedleGrid(lengths), texts=write(*(text.encode() for text in texts)))
+REFUSED: list[tuple[str, int, list[str], str]] = [
+    ("passkei", 800, [], "Did you mean 'passkey'"),
+    ("niah_single_2", 800, [], "needs texts"),
+    ("passkey", 800, [BOOK], "makes its own text"),
+    ("niah_single_1", 200, [], "200 tokens do not hold"),
+    ("niah_single_2", 4000, ["Too few words."], "must fill 4,000 tokens; their 3 words do not"),
+    ("cwe", 2_000_000, [], "words do not"),
+    ("qa_1", 4000, [], "needs a file of questions in SQuAD's form"),
+    ("qa_2", 4000, ["[]", "[]"], "takes one file"),
+    ("qa_1", 4000, ["not JSON"], "must hold questions in SQuAD's form"),
+    ("qa_1", 4000, ["[" * 100_000], "nested too deep"),
+    ("qa_1", 4000, [json.dumps(HOTPOT)], "must hold questions in SQuAD's form"),
+    ("qa_2", 4000, [json.dumps(SQUAD)], "must hold questions in HotpotQA's form"),
+    ("qa_2", 4000, ["[]"], "must have a question"),
+    ("qa_2", 4000, [json.dumps([{"question": 1, "answer": "x", "context": []}])], "must be text; got 1"),
+]
+
+
+@pytest.mark.parametrize(("task", "length", "contents", "message"), REFUSED)
+def test_bad_input_is_refused(
+    task: str, length: int, contents: list[str], message: str, rule_model: Any, tmp_path: Path
+) -> None:
+    depths = [0.5] if task in WITH_DEPTH else None
+    with pytest.raises(ValueError, match=message):
+        retrieval(rule_model(answer=solve), task, NeedleGrid([length], depths), texts=texts(tmp_path, *contents))
+
+
+def test_bad_grids_are_refused(rule_model: Any) -> None:
     with pytest.raises(ValueError, match=r"0\.\.1"):
         NeedleGrid([800], [1.5])
     with pytest.raises(ValueError, match="at least 1"):
         NeedleGrid([], [0.5])
+    with pytest.raises(ValueError, match="places are drawn"):
+        retrieval(rule_model(answer=solve), "vt", NeedleGrid([4000]))

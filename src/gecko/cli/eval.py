@@ -168,36 +168,45 @@ class Positions(TextEvaluation):
 
 
 class Retrieval(SeededEvaluation):
-    """Measure how often the model finds one number in a long text, by length and depth.
+    """Measure what the model finds in a long text, by length and depth: a passkey, and RULER's thirteen tasks.
 
     **Examples**
 
         gecko eval retrieval runs/demo passkey --lengths 1K,4K
 
-        gecko eval retrieval runs/demo niah_single_2 books/*.txt --depths random --samples 500
+        gecko eval retrieval runs/demo niah_multikey_1 books/*.txt --samples 500
+
+        gecko eval retrieval runs/demo qa_1 dev-v2.0.json
     """
 
     task: str = argument("TASK")
-    """Task: passkey, niah_single_1 or niah_single_2."""
+    """Task: passkey, niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1
+    or qa_2."""
     texts: list[str] = argument("TEXT...", [], reads=True)
-    """Texts for the haystack of niah_single_2."""
+    """Texts for the haystack, or a file of questions: SQuAD's form for qa_1, HotpotQA's for qa_2."""
     lengths: str = option("4K,8K,16K,32K", metavar="L,...")
     """Context lengths in tokens, including the answer."""
-    depths: str = option("0,0.25,0.5,0.75,1", metavar="D,...")
+    depths: str | None = option(metavar="D,...", show_default="0,0.25,0.5,0.75,1 for one needle")
     """Needle depths as fractions of the haystack, or random as in RULER."""
     samples: int = option(20, min=1)
     """Samples per length and depth."""
 
     def prepare(self) -> Measure:
-        from gecko.eval.retrieval import RANDOM, NeedleGrid, retrieval
-        from gecko.eval.scored_model import open_texts
+        from gecko.eval.retrieval import NeedleGrid, retrieval
+        from gecko.eval.ruler import READERS
+        from gecko.eval.scored_model import open_files, open_texts
 
-        depths = None if self.depths == RANDOM else [_number("--depths", part) for part in self.depths.split(",")]
-        grid, texts = (
-            NeedleGrid(_sizes("--lengths", self.lengths), depths, self.samples),
-            open_texts(self.texts, joined=False),
-        )
+        grid = NeedleGrid(_sizes("--lengths", self.lengths), self._depths(), self.samples)
+        texts = open_files(self.texts) if self.task in READERS else open_texts(self.texts, joined=False)
         return lambda model, report: retrieval(model, self.task, grid, texts=texts, seed=self.seed, report=report)
+
+    def _depths(self) -> Sequence[float] | None:
+        from gecko.eval.retrieval import DEPTHS, RANDOM, WITH_DEPTH, check_task
+
+        check_task(self.task)
+        if self.depths is None:
+            return DEPTHS if self.task in WITH_DEPTH else None
+        return None if self.depths == RANDOM else [_number("--depths", part) for part in self.depths.split(",")]
 
 
 class Diagnose(ReportedEvaluation):

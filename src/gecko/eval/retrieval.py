@@ -1,165 +1,166 @@
-"""Retrieval of one number from long texts, by length and depth: passkey, and RULER's tasks with a single needle.
+"""Retrieval from long texts by length and depth: the passkey, and the thirteen tasks of RULER.
 
-Words, templates and units are those of the original passkey test and of RULER's ``niah_single_1`` (noise) and
-``niah_single_2`` (essays, or the given texts), in their form for base models. The depth of a sample is the fraction of
-the haystack before the needle. It is given, or drawn as the original test draws it.
+The depth of a sample is the fraction of the haystack before the needle. It is given, or drawn as in the original test.
+Tasks with several needles, variables, words or documents draw all places.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
 
 from gecko.data import Tokenizer, document_ids
-from gecko.eval.results import Report, Results, Score, quiet, share
-from gecko.eval.scored_model import ScoredModel, Text
-from gecko.records import unknown_name
-from gecko.runtime.process import require
-
-Task = Literal["passkey", "niah_single_1", "niah_single_2"]
-
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-NEEDLE = "One of the special magic numbers for {key} is: {value}."
-QUESTION = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "number afterwards.\n{context}\nWhat is the special magic number for {key} mentioned in the provided text? "
-    "The special magic number for {key} mentioned in the provided text is"
+from gecko.eval.results import Report, Results, Score, bootstrap_mean, quiet, share
+from gecko.eval.ruler import (
+    NEEDLES,
+    NEW_TOKENS,
+    NOISE,
+    READERS,
+    Draw,
+    Sample,
+    Units,
+    common_words,
+    frequent_words,
+    questions,
+    variables,
 )
+from gecko.eval.scored_model import ScoredModel, Text
+from gecko.io.files import fitting, parse_json
+from gecko.records import unknown_name
+
 PASSKEY = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
     "about the important information there.\n{before}\nThe pass key is {value}. Remember it. {value} is the pass key.\n"
     "{after}\nWhat is the pass key? The pass key is"
 )
-NEW_TOKENS: dict[str, int] = {"passkey": 10, "niah_single_1": 128, "niah_single_2": 128}
+TASKS: dict[str, int] = {"passkey": 10, **NEW_TOKENS}
 """Tokens per answer in the original tests; they count towards the length."""
-_DEPTHS_OF_RULER = 40
-
-
-@dataclass(frozen=True)
-class Sample:
-    prompt: str
-    answer: str
+OF_TEXTS = tuple(name for name, needles in NEEDLES.items() if needles.among == "texts")
+WITH_DEPTH = ("passkey", *(name for name, needles in NEEDLES.items() if needles.single))
+"""Tasks with one needle, whose depth can be chosen."""
+_EXAMPLE = 500
+"""Largest number of tokens of the example before the question about variables."""
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """Generator of a task's samples.
-
-    Attributes:
-        build: function of the number of units, the depth in 0..1 (None: drawn) and a generator; returns a sample.
-        most: largest number of units; None if it is unlimited.
-    """
+    """The samples of a task that fit into ``length`` tokens."""
 
     task: str
-    build: Callable[[int, float | None, random.Random], Sample]
-    most: int | None
+    tokenizer: Tokenizer
+    length: int
+    units: Units
 
-    def fit(self, tokenizer: Tokenizer, length: int) -> int:
-        """Return the largest number of units with which document start, sample and answer fit into ``length`` tokens.
+    def fit(self) -> int:
+        """Return the largest number of units with which document start, sample and answer fit.
 
         Raises:
-            ValueError: not even one unit fits, or the given texts are too short.
+            ValueError: not even the smallest sample fits, or the given texts are too short.
         """
-        room = length - NEW_TOKENS[self.task] - 1
-
-        def fits(units: int) -> bool:
-            return len(tokenizer.encode(self.build(units, 0.5, random.Random(0)).prompt)) <= room
-
-        if not fits(1):
+        least, most = self.units.least, self.units.most
+        if not self.fits(least):
             raise ValueError(
-                f"a length must hold question, needle and an answer of {NEW_TOKENS[self.task]} tokens; "
-                f"{length:,} tokens do not hold those of {self.task}. Try a larger length."
+                f"a length must hold question, needle and an answer of {TASKS[self.task]} tokens; {self.length:,} "
+                f"tokens do not hold those of {self.task}. Try a larger length."
             )
-        low, high = 1, 2
-        while (self.most is None or high <= self.most) and fits(high):
+        low, high = least, 2 * least
+        while (most is None or high <= most) and self.fits(high):
             low, high = high, 2 * high
-        if self.most is not None and high > self.most:
-            if fits(self.most):
+        if most is not None and high > most:
+            if self.fits(most) and self.task not in READERS:
                 raise ValueError(
-                    f"the texts given must fill {length:,} tokens; their {self.most:,} words do not. Give more texts, "
+                    f"the texts given must fill {self.length:,} tokens; their {most:,} words do not. Give more texts, "
                     "or ask for shorter lengths."
                 )
-            high = self.most
+            high = most + 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
         return low
 
-    def sample(self, tokenizer: Tokenizer, length: int, units: int, depth: float | None, seed: str) -> Sample:
-        """Return a sample of at most ``length`` tokens, with fewer units if its key and number have more tokens."""
+    def sample(self, units: int, depth: float | None, seed: str, number: int = 0) -> Sample:
+        """Return a sample that fits, with fewer units if its words have more tokens than those of others."""
         while True:
-            sample = self.build(units, depth, random.Random(seed))
-            if len(tokenizer.encode(sample.prompt)) + 1 + NEW_TOKENS[self.task] <= length or units == 1:
+            sample = self.units.build(Draw(units, depth, random.Random(seed), number))
+            if units <= self.units.least or self._holds(sample):
                 return sample
             units -= 1
 
+    def fits(self, units: int) -> bool:
+        """Return whether a sample with that many units fits."""
+        depth = 0.5 if self.task in WITH_DEPTH else None
+        return self._holds(self.units.build(Draw(units, depth, random.Random(0))))
 
-def haystack(task: str, texts: Sequence[str] = ()) -> Haystack:
-    """Return the haystack of a task; ``texts`` are for ``niah_single_2`` only.
+    def _holds(self, sample: Sample) -> bool:
+        return len(self.tokenizer.encode(sample.prompt)) + 1 + TASKS[self.task] <= self.length
+
+
+def haystack(task: str, tokenizer: Tokenizer, length: int, texts: Sequence[Text] = ()) -> Haystack:
+    """Return the haystack of a task; ``texts`` are those that needles are hidden in, or the file with the questions.
 
     Raises:
-        ValueError: the task is unknown, or texts are missing or not used by it.
+        ValueError: the task is unknown, texts are missing or not used by it, or a file has no questions.
     """
-    if task not in NEW_TOKENS:
-        raise ValueError(unknown_name("task", task, NEW_TOKENS))
-    if bool(texts) != (task == "niah_single_2"):
-        needs = "needs texts (essays, books) to hide its needle in" if not texts else "makes its own text, so none"
+    check_task(task)
+    if bool(texts) != (task in OF_TEXTS or task in READERS):
+        needs = "makes its own text, so none" if texts else "needs texts (essays, books) to hide its needle in"
+        if task in READERS and not texts:
+            needs = f"needs a file of questions in {_FORMS[task]} form"
         raise ValueError(f"{task} {needs}; got {len(texts)} texts.")
+    hay = Haystack(task, tokenizer, length, _units(task, tokenizer, length, texts))
+    # RULER has short lists below 4,096 tokens. Bytes need them further, since a word has more of them.
+    if task == "cwe" and (length < 4096 or not hay.fits(hay.units.least)):
+        return dataclasses.replace(hay, units=common_words(short=True))
+    return hay
+
+
+_FORMS = {"qa_1": "SQuAD's", "qa_2": "HotpotQA's"}
+
+
+def check_task(task: str) -> None:
+    if task not in TASKS:
+        raise ValueError(unknown_name("task", task, TASKS))
+
+
+def _units(task: str, tokenizer: Tokenizer, length: int, texts: Sequence[Text]) -> Units:
+    if task in READERS:
+        return _questions(task, texts)
     if task == "passkey":
-        return Haystack(task, _passkey, None)
-    if task == "niah_single_1":
-        return Haystack(task, _noise, None)
-    words = re.sub(r"\s+", " ", " ".join(texts)).strip().split(" ")
-    return Haystack(task, lambda units, depth, rng: _essay(words[:units], depth, rng), len(words))
+        return Units(_passkey)
+    if task == "vt":
+        return variables(lambda prompt: len(tokenizer.encode(prompt)) <= _EXAMPLE)
+    if task == "cwe":
+        return common_words(short=False)
+    if task == "fwe":
+        return frequent_words(length - NEW_TOKENS[task])
+    whole = re.sub(r"\s+", " ", " ".join(text.whole() for text in texts)).strip()
+    return NEEDLES[task].units(whole.split(" "))
 
 
-def ruler_depth(rng: random.Random) -> float:
-    """Draw one of RULER's 40 depths for essays."""
-    return round(100 * rng.randrange(_DEPTHS_OF_RULER) / (_DEPTHS_OF_RULER - 1)) / 100
+def _questions(task: str, texts: Sequence[Text]) -> Units:
+    if len(texts) != 1:
+        raise ValueError(f"{task} takes one file of questions; got {len(texts)}.")
+    (text,) = texts
+    what = f"questions in {_FORMS[task]} form"
+    asked, documents = fitting(text.name, what, lambda: READERS[task](parse_json(text.whole())))
+    if not asked:
+        raise ValueError(f"{text.name} must have a question that has an answer; it has none.")
+    return questions(asked, documents)
 
 
-def _passkey(units: int, depth: float | None, rng: random.Random) -> Sample:
+def _passkey(draw: Draw) -> Sample:
     """Return ``units`` characters of noise with the needle after the fraction ``depth``, or after a random number."""
-    noise = " ".join([NOISE] * (units // len(NOISE) + 1))
-    before = rng.randint(0, units) if depth is None else round(units * depth)
-    value = str(rng.randint(1, 50_000))
-    return Sample(PASSKEY.format(before=noise[:before], after=noise[: units - before], value=value), value)
-
-
-def _noise(units: int, depth: float | None, rng: random.Random) -> Sample:
-    """Return ``units`` lines of noise with the needle. As in RULER, a drawn place is never after the last line."""
-    place = rng.randrange(units) if depth is None else round(units * depth)
-    return _asked([NOISE] * units, place, "\n", rng)
-
-
-def _essay(words: Sequence[str], depth: float | None, rng: random.Random) -> Sample:
-    """Return words of the texts with the needle between two sentences."""
-    sentences = re.split(r"(?<=[.!?]) ", " ".join(words))
-    place = int(len(sentences) * (ruler_depth(rng) if depth is None else depth))
-    return _asked(sentences, place, " ", rng)
-
-
-def _asked(units: list[str], place: int, separator: str, rng: random.Random) -> Sample:
-    key, value = _key(rng), str(rng.randint(1_000_000, 9_999_999))
-    needle = NEEDLE.format(key=key, value=value)
-    context = separator.join([*units[:place], needle, *units[place:]])
-    return Sample(QUESTION.format(context=context, key=key), value)
-
-
-def _key(rng: random.Random) -> str:
-    """Draw an adjective and a noun from the list of RULER's keys."""
-    words = _words()
-    return f"{rng.choice(words['adjectives'])}-{rng.choice(words['nouns'])}"
-
-
-@cache
-def _words() -> dict[str, list[str]]:
-    categories: dict[str, list[str]] = require("wonderwords", "eval").RandomWord()._categories
-    return categories
+    noise = " ".join([NOISE] * (draw.units // len(NOISE) + 1))
+    before = draw.rng.randint(0, draw.units) if draw.depth is None else round(draw.units * draw.depth)
+    value = str(draw.rng.randint(1, 50_000))
+    prompt = PASSKEY.format(before=noise[:before], after=noise[: draw.units - before], value=value)
+    return Sample(prompt, (value,))
 
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -191,66 +192,78 @@ def retrieval(
     model: ScoredModel[Any], task: str, grid: NeedleGrid, *, texts: Sequence[Text] = (), seed: int = 0,
     report: Report = quiet,
 ) -> Results:  # fmt: skip
-    """Measure how often the greedy answer contains the hidden number, for every length and depth.
+    """Measure how much of the answer the model's greedy text contains, for every length and depth.
 
     Args:
-        task: ``passkey``, ``niah_single_1``, or ``niah_single_2``, which hides the needle in ``texts``.
+        task: one of ``TASKS``.
+        texts: haystack of a task in ``OF_TEXTS``; for ``qa_1`` one file in SQuAD's form, for ``qa_2`` in HotpotQA's.
 
     Raises:
-        ValueError: the task is unknown, a length is too small for it, or the texts are too short for a length.
+        ValueError: the task is unknown or has no depth to choose, a length is too small for it, or the texts are too
+            short for a length.
     """
-    hay = haystack(task, [text.whole() for text in texts])
+    check_task(task)
+    if grid.depths is not None and task not in WITH_DEPTH:
+        raise ValueError(f"{task} hides more than one needle, so its places are drawn; got depths. Leave them out.")
     scores, notes, answers = [], [], []
     for length in grid.lengths:
-        units = hay.fit(model.tokenizer, length)
+        hay = haystack(task, model.tokenizer, length, texts)
+        units = hay.fit()
         for depth in [None] if grid.depths is None else grid.depths:
             report(f"length {length:,}, depth {RANDOM if depth is None else depth}")
             found = [
-                _ask(model, hay, length, units, depth, f"{seed} {length} {depth} {i}") for i in range(grid.samples)
+                _ask(model, hay, hay.sample(units, depth, f"{seed} {length} {depth} {i}", i))
+                for i in range(grid.samples)
             ]
             where = {"task": task, "length": length, "depth": RANDOM if depth is None else depth}
-            scores += _scores(found, where)
+            scores += _scores(found, where, seed)
             notes += _empty(found, where)
-            answers += [where | {"expected": answer, "tokens": tokens, "got": got} for answer, got, tokens in found]
+            answers += [
+                where | {"expected": list(sample.answers), "tokens": tokens, "got": got}
+                for sample, got, tokens in found
+            ]
     settings = {
         "task": task, "texts": [text.name for text in texts], "lengths": list(grid.lengths),
         "depths": RANDOM if grid.depths is None else list(grid.depths), "samples": grid.samples,
-        "new_tokens": NEW_TOKENS[task],
+        "new_tokens": TASKS[task],
     }  # fmt: skip
-    return Results("retrieval", scores, settings, seed, notes, {"words": hay.most, "answers": answers})
+    return Results("retrieval", scores, settings, seed, notes, {"words": hay.units.most, "answers": answers})
 
 
-def _ask(
-    model: ScoredModel[Any], hay: Haystack, length: int, units: int, depth: float | None, seed: str
-) -> tuple[str, str, int]:
-    """Return the expected answer, the model's answer, and the number of prompt tokens."""
-    sample = hay.sample(model.tokenizer, length, units, depth, seed)
+Answered = tuple[Sample, str, int]
+"""A sample, the model's text, and the number of prompt tokens."""
+
+
+def _ask(model: ScoredModel[Any], hay: Haystack, sample: Sample) -> Answered:
     tokens = document_ids(model.tokenizer, sample.prompt)
-    return sample.answer, model.write(model.read(tokens), NEW_TOKENS[hay.task]), len(tokens)
+    return sample, model.write(model.read(tokens), TASKS[hay.task]), len(tokens)
 
 
-def _scores(found: Sequence[tuple[str, str, int]], where: dict[str, Any]) -> list[Score]:
+def _scores(found: Sequence[Answered], where: dict[str, Any], seed: int) -> list[Score]:
     """Return RULER's score; for the passkey also the score of the original test, on the first number only."""
-    rules = {"string_match_all": [string_match_all(got, [answer]) == 1 for answer, got, _ in found]}
+    rule = "string_match_part" if found[0][0].one_suffices else "string_match_all"
+    values = [matched(got, sample) for sample, got, _ in found]
+    if rule == "string_match_all" and len(found[0][0].answers) > 1:
+        interval = bootstrap_mean(np.array(values), "samples", seed)
+        return [Score(rule, sum(values) / len(values), len(values), "samples", interval, where)]
+    rules = {rule: [value == 1 for value in values]}
     if where["task"] == "passkey":
-        rules["first number"] = [first_number(got) == int(answer) for answer, got, _ in found]
-    scores = []
-    for name, hits in rules.items():
-        value, interval = share(hits)
-        scores.append(Score(name, value, len(hits), "samples", interval, where))
-    return scores
+        rules["first number"] = [first_number(got) == int(sample.answers[0]) for sample, got, _ in found]
+    shares = {name: share(hits) for name, hits in rules.items()}
+    return [Score(name, value, len(found), "samples", interval, where) for name, (value, interval) in shares.items()]
 
 
-def _empty(found: Sequence[tuple[str, str, int]], where: dict[str, Any]) -> list[str]:
+def _empty(found: Sequence[Answered], where: dict[str, Any]) -> list[str]:
     empty = sum(not got.strip() for _, got, _ in found)
     place = f"length {where['length']:,}, depth {where['depth']}"
     return [f"{place}: {empty} of {len(found)} answers are empty, and count as wrong"] if empty else []
 
 
-def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """Return the fraction of references that the prediction contains, ignoring case."""
+def matched(prediction: str, sample: Sample) -> float:
+    """Return the fraction of answers in the prediction, ignoring case; if one suffices, whether it has one of them."""
     cleaned = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip().lower()
-    return sum(reference.lower() in cleaned for reference in references) / len(references)
+    hits = [answer.lower() in cleaned for answer in sample.answers]
+    return float(any(hits)) if sample.one_suffices else sum(hits) / len(hits)
 
 
 def first_number(prediction: str) -> int | None:

@@ -293,20 +293,29 @@ class Text:
 
 
 def open_texts(sources: Sequence[str], *, joined: bool) -> list[Text]:
-    """Return one text per file, or with ``joined`` one text of all files.
+    """Return one text per file, or with ``joined`` one text of all files; errors as for ``open_files``.
+
+    Raises:
+        ValueError: a suffix names a format of records or another format that is not plain text.
+    """
+    texts = open_files(sources)
+    paths = [path for text in texts for path in text.paths]
+    for path in paths:
+        check_plain_text(path)
+    return [Text(" + ".join(path.name for path in paths), tuple(paths))] if joined else texts
+
+
+def open_files(sources: Sequence[str]) -> list[Text]:
+    """Return each file as a text, whatever its suffix says.
 
     Raises:
         FileNotFoundError: a source is not a file. Standard input is not supported, since texts are read repeatedly.
-        ValueError: a suffix names a format of records or another format that is not plain text.
     """
     paths = [Path(source).expanduser() for source in sources]
     for path in paths:
         if not path.is_file():
             there = f"{path}: {found_at(path)}" if os.path.lexists(path) else f"there is no file {path}"
             raise FileNotFoundError(f"a text must be a file, since it is read more than once; {there}.")
-        check_plain_text(path)
-    if joined:
-        return [Text(" + ".join(path.name for path in paths), tuple(paths))]
     return [Text(str(path), (path,)) for path in paths]
 
 
