@@ -15,11 +15,16 @@ import torch
 from serving.waiting import PATIENCE
 
 import gecko
+from gecko.data import load_tokenizer
 from gecko.inference import Sampling
 from gecko.inference.request import Finished, Request, Token
 from gecko.inference.scheduler import Engine
+from gecko.inference.text import ChoiceText
+from gecko.serving.answer import Answer
 from gecko.serving.metrics import Metrics
-from gecko.serving.worker import RequestGroup, Worker, WorkerClosedError
+from gecko.serving.prepare import Prepared
+from gecko.serving.replies import Reply, Usage
+from gecko.serving.worker import Worker, WorkerClosedError
 
 
 @dataclass
@@ -28,9 +33,15 @@ class Bench:
     metrics: Metrics
     worker: Worker
 
-    async def submit(self, *texts: str, tokens: int = 20, seconds: float = 60) -> RequestGroup:
-        begun = time.monotonic()
-        return await self.worker.submit([request(text, tokens) for text in texts], begun, begun + seconds)
+    async def submit(self, *texts: str, tokens: int = 20, seconds: float = 60) -> Answer:
+        return await self.submit_all([request(text, tokens) for text in texts], seconds)
+
+    async def submit_all(self, requests: list[Request], seconds: float = 60) -> Answer:
+        choices = [ChoiceText(index, load_tokenizer("bytes"), [], 0) for index in range(len(requests))]
+        prepared, begun = Prepared(requests, choices, Usage(0, 0, 0), 0, Reply()), time.monotonic()
+        answer = Answer(prepared, self.worker.cancel, self.metrics, begun, begun + seconds, lambda: None)
+        await self.worker.submit(requests, answer)
+        return answer
 
 
 def request(text: str, tokens: int = 20) -> Request:
@@ -46,7 +57,7 @@ def bench(model: gecko.Gecko) -> Callable[[Callable[[Bench], Coroutine[Any, Any,
         async def work_and_close() -> None:
             engine = Engine(model, rows=3, max_queued=50)
             metrics = Metrics(engine, None)
-            worker = Worker(engine, metrics)
+            worker = Worker(engine)
             worker.start()
             try:
                 await asyncio.wait_for(work(Bench(engine, metrics, worker)), PATIENCE)
@@ -60,20 +71,19 @@ def bench(model: gecko.Gecko) -> Callable[[Callable[[Bench], Coroutine[Any, Any,
     return run
 
 
-async def tokens_of(running: RequestGroup, count: int) -> list[list[int]]:
+async def tokens_of(running: Answer, count: int) -> list[list[int]]:
     """Return the tokens of ``count`` requests, when all are finished."""
-    made: list[list[int]] = [[] for _ in range(count)]
+    made: dict[int, list[int]] = {}
     finished = 0
     while finished < count:
-        arrived = await running.next()
-        assert arrived is not None
-        index, event = arrived
+        event = await running.next()
+        assert isinstance(event, Token | Finished)
         if isinstance(event, Token):
-            made[index].append(event.token)
+            made.setdefault(event.request_id, []).append(event.token)
         else:
             assert event.reason == "length"
             finished += 1
-    return made
+    return [made[request_id] for request_id in sorted(made)]
 
 
 def alone(model: gecko.Gecko, text: str, tokens: int = 20) -> list[int]:
@@ -92,10 +102,9 @@ def test_requests_get_their_own_tokens(bench: Any, model: gecko.Gecko) -> None:
 
 def test_all_or_none_are_taken(bench: Any) -> None:
     async def work(bench: Bench) -> None:
-        begun = time.monotonic()
         wrong = Request(torch.tensor([999]), 5, Sampling(0.0), 0, frozenset(), None, None)
         with pytest.raises(ValueError, match="999"):
-            await bench.worker.submit([request("a"), wrong, request("b")], begun, begun + 60)
+            await bench.submit_all([request("a"), wrong, request("b")])
         running = await bench.submit("a")
         await tokens_of(running, 1)
         assert bench.engine.tokens_made == 20
@@ -107,8 +116,9 @@ def test_cancelled_requests_send_nothing_more(bench: Any, model: gecko.Gecko) ->
     async def work(bench: Bench) -> None:
         running = await bench.submit("a", "b", tokens=3000)
         other = await bench.submit("c")
-        await running.next()
-        running.cancel(0)
+        event = await running.next()
+        assert event is not None
+        bench.worker.cancel([event.request_id])
         running.close()
         running.close()
         assert await tokens_of(other, 1) == [alone(model, "c")]
@@ -180,10 +190,10 @@ def test_closing_ends_everything(bench: Any) -> None:
         await bench.worker.close()
         ended = []
         while len(ended) < 5:
-            arrived = await running.next()
-            assert arrived is not None
-            if isinstance(arrived[1], Finished):
-                ended.append(arrived[1].reason)
+            event = await running.next()
+            assert event is not None
+            if isinstance(event, Finished):
+                ended.append(event.reason)
         assert ended == ["cancelled"] * 5
         assert not bench.worker.healthy
         with pytest.raises(WorkerClosedError):
@@ -211,10 +221,10 @@ def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkey
         monkeypatch.setattr(bench.engine, "step", fail)
         reasons = []
         while len(reasons) < 2:
-            arrived = await running.next()
-            assert arrived is not None
-            if isinstance(arrived[1], Finished):
-                reasons.append((arrived[1].reason, arrived[1].error))
+            event = await running.next()
+            assert event is not None
+            if isinstance(event, Finished):
+                reasons.append((event.reason, event.error))
         assert reasons == [("error", "RuntimeError")] * 2
         monkeypatch.setattr(bench.engine._batch, "remove", remove)
         assert bench.worker.healthy

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gecko.inference.calls import CallPart
 from gecko.inference.request import Event, PromptRead, Token
-from gecko.inference.text import ChoiceText, Piece, PromptText, TokenText
+from gecko.inference.text import ChoiceText, Piece
 from gecko.serving.limits import ApiError, ClientGoneError
 from gecko.serving.metrics import Metrics
+from gecko.serving.prepare import Prepared
 from gecko.serving.replies import Usage
-from gecko.serving.worker import RequestGroup
 
 _SLICE_BYTES = 1 << 16
 """Maximum number of bytes of an answer that are handed to the connection at once."""
@@ -28,35 +27,61 @@ T = TypeVar("T")
 
 
 class Answer:
-    """Answer to a request. Iterate over ``pieces`` once or await ``whole``; always ``close`` it.
+    """Answer to one request, for the event loop. Iterate over ``pieces`` once or await ``whole``; always ``close`` it.
 
     Args:
-        release: called once, by ``close``.
+        cancel: cancels requests of the engine by their ids; those of finished requests have no effect.
+        arrival: when the client sent the request, in seconds of ``time.monotonic``.
+        deadline: when the events end, in the same clock.
+        release: called by ``close``; more than one call must have the effect of one.
     """
 
     def __init__(
-        self, running: RequestGroup, choices: Sequence[ChoiceText], metrics: Metrics, usage: Usage,
-        release: Callable[[], None],
+        self, prepared: Prepared, cancel: Callable[[Sequence[int]], None], metrics: Metrics, arrival: float,
+        deadline: float, release: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._running, self._choices, self._metrics, self._usage = running, choices, metrics, usage
-        self._open = set(range(len(choices)))
-        self._cleanup = ExitStack()
-        self._cleanup.callback(release)
-        self._cleanup.callback(running.close)
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._choices)
+        self.reply, self.stream, self.num_choices = prepared.reply, prepared.stream, len(prepared.choices)
+        self._prepared, self._cancel, self._metrics, self._release = prepared, cancel, metrics, release
+        self._arrival, self._deadline = arrival, deadline
+        self._choices: dict[int, ChoiceText] = {}
+        """The choices by the ids of their requests."""
+        self._open: set[int] = set()
+        """Ids of the requests that are not finished."""
+        self._last_token: dict[int, float] = {}
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        return replace(self._usage, completion_tokens=sum(choice.num_tokens for choice in self._choices))
+        made = sum(choice.num_tokens for choice in self._prepared.choices)
+        return replace(self._prepared.usage, completion_tokens=made)
 
     @property
     def seconds_left(self) -> float:
         """Seconds until the time limit of the request; negative after it."""
-        return self._running.deadline - time.monotonic()
+        return self._deadline - time.monotonic()
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Take the ids of the requests, in the order of choices; the worker calls this before the first ``put``."""
+        self._choices = dict(zip(ids, self._prepared.choices, strict=True))
+        self._open = set(ids)
+        self._alarm = asyncio.get_running_loop().call_later(self.seconds_left, self._events.put_nowait, None)
+
+    def put(self, event: Event, now: float) -> None:
+        """Take an event of a request from the worker."""
+        if isinstance(event, Token):
+            before = self._last_token.get(event.request_id)
+            if before is None:
+                self._metrics.first_token.observe(now - self._arrival)
+            else:
+                self._metrics.between_tokens.observe(now - before)
+            self._last_token[event.request_id] = now
+        self._events.put_nowait(event)
+
+    async def next(self) -> Event | None:
+        """Return the next event of any choice; None after the time limit."""
+        return await self._events.get()
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield new text of any choice until all choices are finished or the time limit is reached.
@@ -66,11 +91,11 @@ class Answer:
                 stops.
         """
         while self._open:
-            event = await self._running.next()
+            event = await self.next()
             if event is None:
                 found: list[Piece] = self._end_all()
             else:
-                piece = self._take(*event) if event[0] in self._open else None
+                piece = self._take(event) if event.request_id in self._open else None
                 found = [] if piece is None else [piece]
             for piece in found:
                 if piece.finish_reason is not None and (piece.text or piece.tokens or piece.calls):
@@ -81,44 +106,38 @@ class Answer:
 
     async def whole(self) -> list[Piece]:
         """Return one piece per choice."""
-        texts: list[list[str]] = [[] for _ in self._choices]
-        tokens: list[list[TokenText]] = [[] for _ in self._choices]
-        calls: list[list[CallPart]] = [[] for _ in self._choices]
-        prompts: dict[int, PromptText | None] = {}
-        last: dict[int, Piece] = {}
+        found: list[list[Piece]] = [[] for _ in range(self.num_choices)]
         async for piece in self.pieces():
-            prompts.setdefault(piece.choice, piece.prompt)
-            texts[piece.choice].append(piece.text)
-            tokens[piece.choice] += piece.tokens
-            calls[piece.choice] += piece.calls
-            last[piece.choice] = piece
+            found[piece.choice].append(piece)
         return [
             replace(
-                last[index],
-                text="".join(texts[index]),
-                tokens=tuple(tokens[index]),
-                calls=tuple(calls[index]),
-                prompt=prompts[index],
+                parts[-1], text="".join(part.text for part in parts), prompt=parts[0].prompt,
+                tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
+                calls=tuple(chain.from_iterable(part.calls for part in parts)),
             )
-            for index in range(len(self._choices))
-        ]
+            for parts in found
+        ]  # fmt: skip
 
     def close(self) -> None:
         """Cancel the choices that are still running and release the places; idempotent."""
         self._drop("cancelled")
-        self._cleanup.close()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._cancel(list(self._choices))
+        self._release()
 
-    def _take(self, index: int, event: Event) -> Piece | None:
-        choice = self._choices[index]
+    def _take(self, event: Event) -> Piece | None:
+        choice = self._choices[event.request_id]
         if isinstance(event, Token):
             piece = choice.push(event)
             if choice.stopped:
-                self._running.cancel(index)
+                self._cancel([event.request_id])
         elif isinstance(event, PromptRead):
             choice.begin(event.scores)
             piece = None
         elif event.reason == "error":
-            raise self._failed(event.error)
+            self._drop("error")
+            raise ApiError(500, f"the model failed on this request: {event.error}", code="model_failed")
         elif event.reason == "constraint":
             self._drop("error")
             raise ApiError(400, f"the constraint cannot be fulfilled: {event.error}", code="invalid_constraint")
@@ -127,29 +146,21 @@ class Answer:
         else:
             piece = choice.finish(event.reason, event.stop_token)
         if piece is not None and piece.finish_reason is not None:
-            self._end(index, piece.finish_reason)
+            self._metrics.finished.labels(piece.finish_reason).inc()
+            self._open.discard(event.request_id)
         return piece
-
-    def _failed(self, reason: str | None) -> ApiError:
-        self._drop("error")
-        return ApiError(500, f"the model failed on this request: {reason}", code="model_failed")
 
     def _end_all(self) -> list[Piece]:
         if not self.usage.completion_tokens or any(self._choices[index].awaits_scores for index in self._open):
             raise ApiError(504, "no token was generated within the time limit of a request; try later", code="timeout")
         pieces = [self._choices[index].finish("length") for index in sorted(self._open)]
-        for piece in pieces:
-            self._end(piece.choice, "time")
+        self._drop("time")
         return pieces
 
     def _drop(self, reason: str) -> None:
         """End all choices that are still open."""
         self._metrics.finished.labels(reason).inc(len(self._open))
         self._open.clear()
-
-    def _end(self, index: int, reason: str) -> None:
-        self._metrics.finished.labels(reason).inc()
-        self._open.discard(index)
 
 
 class EventStream(StreamingResponse):

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, ParamSpec, TypeVar
@@ -27,13 +26,13 @@ from gecko.serving.answer import Answer, EventStream, slices, unless_gone
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
 from gecko.serving.connection import Gate, Hosts
 from gecko.serving.dialogs import ChatRequest, ResponseRequest
+from gecko.serving.fields import describe
 from gecko.serving.limits import HANDLERS, Admission, ApiError, invalid
 from gecko.serving.metrics import CountResponses, Metrics
-from gecko.serving.openapi import describe
 from gecko.serving.options import Limits
 from gecko.serving.prepare import Preparation, ServedModel
-from gecko.serving.protocol import CompletionRequest, EngineRequest, SaveState
-from gecko.serving.replies import Reply, StateReply, Usage, encode_answer, encode_event
+from gecko.serving.protocol import CompletionRequest, GenerationRequest, SaveState
+from gecko.serving.replies import Reply, StateReply, encode_answer, encode_event
 from gecko.serving.stores import ResponseStore, SavedStates, response_not_found
 from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest, TokenRoutes
 from gecko.serving.worker import Worker, WorkerClosedError
@@ -43,7 +42,7 @@ _PAGE_RULES = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_ENGINE_REQUESTS: Mapping[str, type[EngineRequest]] = {
+_ENGINE_REQUESTS: Mapping[str, type[GenerationRequest | SaveState]] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest,
     "/v1/states": SaveState,
 }  # fmt: skip
@@ -54,15 +53,6 @@ _SMALL = 1 << 16
 """Maximum size in bytes of a body that is prepared in milliseconds, whatever its content."""
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StartedRequest:
-    """A request that the engine has accepted; the caller must close ``answer``."""
-
-    asked: EngineRequest
-    answer: Answer
-    reply: Reply
 
 
 class Threads:
@@ -104,8 +94,8 @@ class Service:
         tokens = TokenRoutes(model, limits)
         self._token_work = {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
 
-    async def start(self, path: str, body: Body) -> StartedRequest:
-        """Parse and prepare the request in ``body`` and submit it to the engine.
+    async def start(self, path: str, body: Body) -> Answer:
+        """Parse and prepare the request in ``body`` and submit it to the engine; the caller must close the answer.
 
         Raises:
             ApiError: the request is invalid, or the server has no capacity for it now.
@@ -120,7 +110,7 @@ class Service:
                 raise
             raise api_error from error
 
-    async def _start(self, kind: type[EngineRequest], body: Body, places: _Places) -> StartedRequest:
+    async def _start(self, kind: type[GenerationRequest | SaveState], body: Body, places: _Places) -> Answer:
         # Take one place before any work, and the rest when the number of choices is known.
         places.take(1)
         arrival, size = time.monotonic(), len(body)
@@ -130,18 +120,19 @@ class Service:
         work = max(size, _SMALL + 1) if asked.constrained else size
         prepared = await self.threads.run(work, self._preparation.prepare, asked)
         body.resize(prepared.num_bytes)
-        running = await self.worker.submit(prepared.requests, arrival, arrival + self.limits.seconds)
-        answer = Answer(running, prepared.choices, self.metrics, prepared.usage, places.release)
-        return StartedRequest(asked, answer, prepared.reply)
+        deadline = arrival + self.limits.seconds
+        answer = Answer(prepared, self.worker.cancel, self.metrics, arrival, deadline, places.release)
+        await self.worker.submit(prepared.requests, answer)
+        return answer
 
-    async def encode(self, reply: Reply, pieces: Sequence[Piece], usage: Usage) -> bytes:
+    async def encode(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
         """Encode an answer that is not streamed, outside the event loop: with log-probabilities it may be large."""
 
         def work() -> bytes:
-            return encode_answer(reply.whole(pieces, usage)).encode()
+            return encode_answer(answer.reply.whole(pieces, answer.usage)).encode()
 
         # A state is written to a disk, for which other answers do not wait.
-        return await (asyncio.to_thread(work) if isinstance(reply, StateReply) else self.threads.encode(work))
+        return await (asyncio.to_thread(work) if isinstance(answer.reply, StateReply) else self.threads.encode(work))
 
     async def encode_piece(self, reply: Reply, piece: Piece) -> list[bytes]:
         """Encode the events of a piece, outside the event loop if it has the log-probabilities of a prompt."""
@@ -183,6 +174,7 @@ class _Places:
         self._taken = places
 
     def release(self) -> None:
+        """Hold none; idempotent."""
         self._admission.release(self._taken)
         self._taken = 0
 
@@ -236,21 +228,20 @@ def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None
 
 def _engine_routes(service: Service) -> list[Route]:
     async def respond(request: Request) -> Response:
-        started = await unless_gone(request.receive, service.start(request.url.path, request.scope[BODY]))
-        answer, reply = started.answer, started.reply
+        answer = await unless_gone(request.receive, service.start(request.url.path, request.scope[BODY]))
         try:
-            if started.asked.stream:
+            if answer.stream:
                 # An error before the first piece is answered with its HTTP status.
                 pieces = answer.pieces()
                 first = await unless_gone(request.receive, anext(pieces))
-                return EventStream(answer, _events(service, started, first, pieces))
+                return EventStream(answer, _events(service, answer, first, pieces))
             whole = await unless_gone(request.receive, answer.whole())
-            content = await unless_gone(request.receive, service.encode(reply, whole, answer.usage))
+            content = await unless_gone(request.receive, service.encode(answer, whole))
         except BaseException:
             answer.close()
             raise
         answer.close()
-        return _json(content, reply.status)
+        return _json(content, answer.reply.status)
 
     async def count(request: Request) -> Response:
         return _json(await unless_gone(request.receive, service.tokens(request.url.path, request.scope[BODY])))
@@ -266,12 +257,10 @@ def _json(content: bytes, status: int = 200) -> Response:
     return StreamingResponse(slices(content), status, headers, media_type="application/json")
 
 
-async def _events(
-    service: Service, started: StartedRequest, first: Piece, pieces: AsyncIterator[Piece]
-) -> AsyncIterator[bytes]:
-    reply = started.reply
+async def _events(service: Service, answer: Answer, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    reply = answer.reply
     piece: Piece | None = first
-    for event in reply.opening(started.answer.num_choices):
+    for event in reply.opening(answer.num_choices):
         yield encode_event(event)
     try:
         while piece is not None:
@@ -282,7 +271,7 @@ async def _events(
     except ApiError as error:
         yield encode_event(reply.failed(error))
         return
-    for event in reply.closing(started.answer.usage):
+    for event in reply.closing(answer.usage):
         yield encode_event(event)
     if reply.end:
         yield reply.end

@@ -21,8 +21,7 @@ from gecko.data.turns import (
 )
 from gecko.records import FieldError
 from gecko.serving.fields import Anything, FromOne, Json, JsonPart, Metadata, conversation, message_text, part, read
-from gecko.serving.protocol import ChoicesRequest, GenerationRequest, TopLogprobs, Unsupported
-from gecko.serving.structured import TextFormat
+from gecko.serving.protocol import ChoicesRequest, GenerationRequest, TextFormat, TopLogprobs, Unsupported
 
 _UNSUPPORTED_IN_CHATS = {
     name: found for name, found in GenerationRequest.unsupported.items() if name not in ("tools", "tool_choice")

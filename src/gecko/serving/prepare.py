@@ -23,16 +23,9 @@ from gecko.serving.dialogs import ChatRequest, DialogRequest, ResponseRequest
 from gecko.serving.fields import Ids, parse_body
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits
-from gecko.serving.protocol import (
-    MAX_CHOICES,
-    CompletionRequest,
-    EngineRequest,
-    GenerationRequest,
-    SaveState,
-)
+from gecko.serving.protocol import MAX_CHOICES, CompletionRequest, GenerationRequest, GrammarField, SaveState
 from gecko.serving.replies import ChatReply, CompletionReply, Reply, ResponseReply, StateReply, Usage, encode_json
 from gecko.serving.stores import ResponseStore, SavedStates, StoredResponse
-from gecko.serving.structured import GrammarField
 from gecko.state import GeckoState
 
 DEFAULT_TOKENS = 16
@@ -49,7 +42,7 @@ _ECHO_BYTES = 16
 """Memory of one echoed character, in the text of the prompt and in the encoded answer."""
 _CONSTRAINT_BYTES = 1 << 21
 """Memory of a constraint; most take less, and the limits of ``gecko.inference.grammar`` allow more."""
-R = TypeVar("R", bound=EngineRequest)
+R = TypeVar("R", bound=GenerationRequest | SaveState)
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Requests to the engine, and the form of their answer."""
+    """Requests to the engine, one per choice, and the form of their answer."""
 
     requests: Sequence[Request]
     choices: Sequence[ChoiceText]
@@ -89,6 +82,8 @@ class Prepared:
     num_bytes: int
     """Memory until the answer is sent."""
     reply: Reply
+    stream: bool = False
+    """Whether the answer is sent piece by piece."""
 
 
 class Preparation:
@@ -118,7 +113,7 @@ class Preparation:
                 _check_echo(asked, sum(map(len, prompts)), most)
         return asked
 
-    def prepare(self, asked: EngineRequest) -> Prepared:
+    def prepare(self, asked: GenerationRequest | SaveState) -> Prepared:
         """Load states, tokenize prompts and build the requests to the engine.
 
         Raises:
@@ -127,7 +122,6 @@ class Preparation:
         """
         if isinstance(asked, SaveState):
             return self._prepare_saving(asked)
-        assert isinstance(asked, GenerationRequest)
         state, prompts = self._prompts(asked)
         echoes = self._echoes(asked, prompts)
         requests = self._requests(asked, prompts, state)
@@ -138,7 +132,7 @@ class Preparation:
         ]
         usage = Usage(sum(map(len, prompts)), 0, self._model.state_bytes)
         reply = self._reply(asked, requests[0], choices[0])
-        return Prepared(requests, choices, usage, self._num_bytes(asked, prompts, echoes), reply)
+        return Prepared(requests, choices, usage, self._num_bytes(asked, prompts, echoes), reply, asked.stream)
 
     def _prepare_saving(self, asked: SaveState) -> Prepared:
         """Build the request by which the engine reads the end of a stored answer and of its turn."""
@@ -315,7 +309,11 @@ class Preparation:
     def _reply(self, asked: GenerationRequest, request: Request, choice: ChoiceText) -> Reply:
         name = self._model.name
         if isinstance(asked, ResponseRequest):
-            store = partial(self._store, request.keep, choice, self._told(asked))
+            if asked.previous_response_id is not None:
+                told = self._previous(asked.previous_response_id).functions
+            else:
+                told = frozenset(encode_json(function.tool) for function in asked.functions)
+            store = partial(self._store, request.keep, choice, told)
             return ResponseReply(name, asked, request.start_position, store)
         if isinstance(asked, ChatRequest):
             scored = asked.num_top_logprobs is not None
@@ -323,16 +321,11 @@ class Preparation:
         assert isinstance(asked, CompletionRequest)
         return CompletionReply(name, include_usage=asked.include_usage)
 
-    def _told(self, asked: ResponseRequest) -> frozenset[str]:
-        """Return the functions that the conversation has been told, as JSON."""
-        if asked.previous_response_id is not None:
-            return self._previous(asked.previous_response_id).functions
-        return frozenset(encode_json(function.tool) for function in asked.functions)
-
     def _store(
         self, keep: KeptStates | None, choice: ChoiceText, told: frozenset[str], body: dict[str, Any], piece: Piece
     ) -> None:
-        """Store a finished response, unless its request forbids it; ``piece`` has all of its text.
+        """Store a finished response, unless its request forbids it; ``piece`` has all of its text, and ``told`` are the
+        functions that the conversation has been told, as JSON.
 
         The state at the end is of use only if it has read the text and nothing else. After a stop string, or at the
         time limit, the engine is ahead of the text. The answer is then read again from the state after the prompt.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from gecko.data.turns import (
-    Function,
-)
+from gecko.data.turns import Function
 from gecko.inference import Sampling
+from gecko.inference.grammar import Grammar
 from gecko.records import FieldError, Range
 from gecko.serving.fields import (
     FromZero,
@@ -21,12 +21,14 @@ from gecko.serving.fields import (
     LogitBias,
     Penalty,
     Prompt,
+    Schema,
+    SchemaOrText,
     Stop,
     StopIds,
+    Texts,
     between,
     part,
 )
-from gecko.serving.structured import GrammarField, ResponseFormat, StructuredOutputs, TextFormat
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
@@ -82,8 +84,101 @@ _UNSUPPORTED: Unsupported = {
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
+_ANY_OBJECT = {"type": "object"}
 Seed = Annotated[int, Range("must be from 0 to 2^64 - 1", least=0, below=_SEEDS)]
 TopLogprobs = Annotated[int, between(0, MAX_TOP_LOGPROBS)]
+
+
+class GrammarField(NamedTuple):
+    """Grammar that a request asks for, and the field of the request that contains it."""
+
+    name: str
+    grammar: Grammar
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonSchema(JsonObject):
+    """Schema with a name. Text always fits the schema, as with ``strict: true``."""
+
+    schema: Schema
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseFormat(JsonObject):
+    """``response_format`` of ``/v1/chat/completions``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[JsonSchema, part(JsonSchema)] | None = None
+    schema: Schema | None = None
+    """Schema of a ``json_object``, as in llama.cpp."""
+
+    def __post_init__(self) -> None:
+        if self.schema is not None and self.type != "json_object":
+            raise ValueError("must have json_schema: {schema: …} unless type is json_object")
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("must have json_schema if and only if type is json_schema")
+
+    def grammar(self) -> GrammarField | None:
+        """Return the grammar that the text must match; None: any text."""
+        if self.json_schema is not None:
+            schema = Grammar.json_schema(self.json_schema.schema)
+            return GrammarField("response_format.json_schema.schema", schema)
+        if self.type == "json_object":
+            return GrammarField("response_format", Grammar.json_schema(self.schema or _ANY_OBJECT))
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat(JsonObject):
+    """``text.format`` of ``/v1/responses``."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: Schema | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.schema is not None) != (self.type == "json_schema"):
+            raise ValueError("must have a schema if and only if type is json_schema")
+
+    def grammar(self) -> GrammarField | None:
+        """Return the grammar that the text must match; None: any text."""
+        if self.schema is not None:
+            return GrammarField("text.format.schema", Grammar.json_schema(self.schema))
+        if self.type == "json_object":
+            return GrammarField("text.format", Grammar.json_schema(_ANY_OBJECT))
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs(JsonObject):
+    """``structured_outputs`` of vLLM: exactly one of its fields."""
+
+    json: SchemaOrText | None = None
+    """JSON schema, or the text of one."""
+    regex: str | None = None
+    choice: Texts | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if sum(given not in (None, False) for given in (self.json, self.regex, self.choice, self.json_object)) != 1:
+            raise ValueError("must have exactly one of json, regex, choice and json_object")
+        if self.choice is not None and "" in self.choice:
+            raise ValueError("must have texts of at least one character in choice")
+
+    def grammar(self) -> GrammarField:
+        """Return the grammar that the text must match."""
+        if self.regex is not None:
+            return GrammarField("structured_outputs.regex", Grammar("regex", self.regex))
+        if self.choice is not None:
+            return GrammarField("structured_outputs.choice", Grammar.choice(self.choice))
+        schema = _ANY_OBJECT if self.json is None else self.json
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return GrammarField("structured_outputs.json", Grammar("json_schema", text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,32 +189,7 @@ class StreamOptions(JsonPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRequest(JsonObject):
-    """Body of a request that the engine works on."""
-
-    @property
-    def n(self) -> int:
-        """Number of choices per prompt."""
-        return 1
-
-    @property
-    def num_choices(self) -> int:
-        """Number of choices over all prompts."""
-        return self.n
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is sent piece by piece."""
-        return False
-
-    @property
-    def constrained(self) -> bool:
-        """Whether the text may have to match a grammar, which takes long to prepare."""
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest(EngineRequest):
+class GenerationRequest(JsonObject):
     """Fields of all requests for text."""
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
@@ -169,6 +239,16 @@ class GenerationRequest(EngineRequest):
         return kept
 
     @property
+    def n(self) -> int:
+        """Number of choices per prompt."""
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices over all prompts."""
+        return self.n
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """Number of alternatives with log-probabilities; None: no log-probabilities."""
         return None
@@ -190,6 +270,7 @@ class GenerationRequest(EngineRequest):
 
     @property
     def constrained(self) -> bool:
+        """Whether the text may have to match a grammar, which takes long to prepare."""
         return self.format is not None or self.structured_outputs is not None or bool(self.enforced)
 
     @property
@@ -265,8 +346,10 @@ class CompletionRequest(ChoicesRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveState(EngineRequest):
+class SaveState(JsonObject):
     """Body of ``POST /v1/states``."""
+
+    num_choices, constrained = 1, False
 
     name: str
     response_id: str

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gecko.data.turns import Function
 from gecko.inference.calls import CallPart
 from gecko.inference.text import Piece, TokenLogprob, TokenText
 from gecko.serving.dialogs import ResponseRequest
@@ -138,12 +137,13 @@ class ChatReply(_Choices):
 
     def opening(self, num_choices: int) -> Iterable[dict[str, Any]]:
         """Return the role of each choice."""
-        return [self._delta(index, {"role": "assistant", "content": ""}, None) for index in range(num_choices)]
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": index, **begun}]) for index in range(num_choices)]
 
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
         text = {"content": piece.text} if piece.text else {}
         calls = {"tool_calls": list(map(_part_of_call, piece.calls))} if piece.calls else {}
-        return [self._delta(piece.choice, text | calls, piece)]
+        return [self._chunk([{"delta": text | calls, **_chat_choice(piece, bool(piece.tokens))}])]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = []
@@ -152,11 +152,8 @@ class ChatReply(_Choices):
             if calls := joined(piece.calls):
                 told = [{"id": call.id, "type": "function", "function": _function(call)} for call in calls]
                 message |= {"content": piece.text or None, "tool_calls": told}
-            choices.append({"message": message, **_chat_choice(piece.choice, piece, self._scored)})
+            choices.append({"message": message, **_chat_choice(piece, self._scored)})
         return self._whole(choices, usage)
-
-    def _delta(self, index: int, delta: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
-        return self._chunk([{"delta": delta, **_chat_choice(index, piece)}])
 
 
 def _part_of_call(part: CallPart) -> dict[str, Any]:
@@ -190,14 +187,15 @@ def _text_choice(piece: Piece) -> dict[str, Any]:
     return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
 
 
-def _chat_choice(index: int, piece: Piece | None, scored: bool = False) -> dict[str, Any]:
-    logprobs = _chat_logprobs(piece.tokens) if piece is not None and (piece.tokens or scored) else None
-    return {"index": index, "logprobs": logprobs, **_progress(piece)}
+def _chat_choice(piece: Piece, scored: bool) -> dict[str, Any]:
+    content = [
+        _chat_token(token.chosen) | {"top_logprobs": list(map(_chat_token, token.top_logprobs))}
+        for token in piece.tokens
+    ]
+    return {"index": piece.choice, "logprobs": {"content": content} if scored else None, **_progress(piece)}
 
 
-def _progress(piece: Piece | None) -> dict[str, Any]:
-    if piece is None:
-        return {"finish_reason": None}
+def _progress(piece: Piece) -> dict[str, Any]:
     return {"finish_reason": piece.finish_reason, "position": piece.position}
 
 
@@ -215,15 +213,6 @@ def _text_top_logprobs(token: TokenText) -> dict[str, float | None] | None:
         return None
     # Of tokens with equal names, the most likely one is kept.
     return {other.name: _number(other) for other in reversed(token.top_logprobs)}
-
-
-def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
-    return {
-        "content": [
-            _chat_token(token.chosen) | {"top_logprobs": [_chat_token(other) for other in token.top_logprobs]}
-            for token in tokens
-        ]
-    }
 
 
 def _chat_token(token: TokenLogprob) -> dict[str, Any]:
@@ -261,7 +250,10 @@ class ResponseReply(Reply):
             "service_tier": "default", "store": asked.store,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": _shown(asked)}, "tool_choice": asked.choice.shown if asked.tools else "none",
-            "tools": [_defined(function) for function in asked.tools],
+            "tools": [
+                {"type": "function", "strict": bool(function.strict), "description": None, **function.tool["function"]}
+                for function in asked.tools
+            ],
             "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled",
         }  # fmt: skip
 
@@ -370,10 +362,6 @@ def _shown(asked: ResponseRequest) -> dict[str, Any]:
     """Return the format of the text with all fields that were given."""
     given = {"type": "text"} if asked.format is None else vars(asked.format)
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _defined(function: Function) -> dict[str, Any]:
-    return {"type": "function", "strict": bool(function.strict), "description": None, **function.tool["function"]}
 
 
 def _part(text: str) -> dict[str, Any]:

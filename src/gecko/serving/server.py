@@ -58,14 +58,8 @@ def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Opt
         options.name or folder.name, model.config.vocab_size, model.empty_state().num_bytes, tokenizer,
         find_format(tokenizer, folder),
     )  # fmt: skip
-    return Service(
-        served,
-        Worker(engine, metrics),
-        metrics,
-        limits,
-        SavedStates(options.states, options.states_bytes),
-        ResponseStore(options.response_bytes),
-    )
+    states = SavedStates(options.states, options.states_bytes)
+    return Service(served, Worker(engine), metrics, limits, states, ResponseStore(options.response_bytes))
 
 
 def open_socket(host: str, port: int) -> socket.socket:

@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from gecko.inference.request import Event, Finished, Request, Token
+from gecko.inference.request import Event, Finished, Request
 from gecko.inference.scheduler import Engine
-from gecko.serving.metrics import Metrics
+from gecko.serving.answer import Answer
 
 _LOG = logging.getLogger("gecko.serving")
 Command = Callable[[], None]
@@ -20,49 +20,6 @@ class WorkerClosedError(RuntimeError):
     """The engine thread has stopped or is stopping."""
 
 
-class RequestGroup:
-    """Handle of requests that were submitted together, for the event loop; created by ``Worker.submit``."""
-
-    def __init__(self, worker: Worker, ids: Sequence[int], arrival: float, deadline: float) -> None:
-        self._worker, self._arrival, self.deadline = worker, arrival, deadline
-        self._indices = {request_id: index for index, request_id in enumerate(ids)}
-        self._last: dict[int, float] = {}
-        self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self._alarm = loop.call_later(deadline - time.monotonic(), self._events.put_nowait, None)
-
-    async def next(self) -> tuple[int, Event] | None:
-        """Return the index of a request and its next event; None after the deadline."""
-        return await self._events.get()
-
-    def cancel(self, index: int) -> None:
-        """Cancel one request; no events of it follow."""
-        self._worker.cancel([request_id for request_id, known in self._indices.items() if known == index])
-
-    def close(self) -> None:
-        """Cancel all requests that are not finished."""
-        self._alarm.cancel()
-        self._worker.cancel(list(self._indices))
-
-    def take(self, event: Event, now: float, metrics: Metrics) -> None:
-        """Handle an event; the worker calls this on the event loop."""
-        if isinstance(event, Token):
-            before = self._last.get(event.request_id)
-            if before is None:
-                metrics.first_token.observe(now - self._arrival)
-            else:
-                metrics.between_tokens.observe(now - before)
-            self._last[event.request_id] = now
-        index = self._indices[event.request_id]
-        if isinstance(event, Finished):
-            del self._indices[event.request_id]
-        self._events.put_nowait((index, event))
-
-    def forget(self, request_id: int) -> None:
-        """Drop a cancelled request; called by the worker."""
-        self._indices.pop(request_id, None)
-
-
 class Worker:
     """Thread that runs the steps of the engine while it has requests.
 
@@ -70,12 +27,12 @@ class Worker:
     order between two steps.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
-        self._engine, self._metrics = engine, metrics
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._commands: list[Command] = []
         self._closing = False
         self._changed = threading.Condition()
-        self._running: dict[int, RequestGroup] = {}
+        self._running: dict[int, Answer] = {}
         self._alive: set[int] = set()
         self._thread = threading.Thread(target=self._work, name="gecko-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,25 +46,21 @@ class Worker:
     def healthy(self) -> bool:
         return self._thread.is_alive() and not self._closing
 
-    async def submit(self, requests: Sequence[Request], arrival: float, deadline: float) -> RequestGroup:
-        """Submit requests to the engine, all or none.
-
-        Args:
-            arrival: when the client sent the request, in seconds of ``time.monotonic``.
-            deadline: when events of the requests end, in the same clock.
+    async def submit(self, requests: Sequence[Request], answer: Answer) -> None:
+        """Submit requests to the engine, all or none; ``answer`` gets their events.
 
         Raises:
             ValueError, TypeError, QueueFullError: the engine refuses one of the requests.
             WorkerClosedError: the worker is closed.
         """
-        accepted: asyncio.Future[RequestGroup] = asyncio.get_running_loop().create_future()
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ids: list[int] = []  # filled by the thread
 
         def accept(ids: Sequence[int]) -> None:
             if not accepted.cancelled():
-                running = RequestGroup(self, ids, arrival, deadline)
-                self._running.update(dict.fromkeys(ids, running))
-                accepted.set_result(running)
+                answer.begin(ids)
+                self._running.update(dict.fromkeys(ids, answer))
+                accepted.set_result(None)
 
         def refuse(error: Exception) -> None:
             if not accepted.cancelled():
@@ -116,21 +69,21 @@ class Worker:
         if not self._post(lambda: self._submit(requests, ids, accept, refuse)):
             raise WorkerClosedError("the engine has stopped")
         try:
-            return await accepted
+            await accepted
         except asyncio.CancelledError:
             if accepted.cancelled():
                 # Cancel in the engine now: the places must be free there before later requests are submitted.
                 self._post(lambda: self._cancel(ids))
             elif accepted.exception() is None:
                 # The engine accepted the requests at the same moment as the caller was cancelled.
-                accepted.result().close()
+                answer.close()
             raise
 
     def cancel(self, ids: Sequence[int]) -> None:
         """Cancel requests before the next step; ids of finished requests have no effect."""
         known = [request_id for request_id in ids if request_id in self._running]
         for request_id in known:
-            self._running.pop(request_id).forget(request_id)
+            del self._running[request_id]
         if known:
             self._post(lambda: self._cancel(known))
 
@@ -221,9 +174,9 @@ class Worker:
     def _dispatch(self, events: list[Event]) -> None:
         now = time.monotonic()
         for event in events:
-            running = self._running.get(event.request_id)
-            if running is None:
+            answer = self._running.get(event.request_id)
+            if answer is None:
                 continue
             if isinstance(event, Finished):
                 del self._running[event.request_id]
-            running.take(event, now, self._metrics)
+            answer.put(event, now)
