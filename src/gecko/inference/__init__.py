@@ -1,11 +1,10 @@
 """Text generation in constant memory: prompts are prefilled in pieces, then decoded one token at a time."""
 
 from gecko.data.text_stream import encode_stream
-from gecko.inference.generate import Generation, generate, stream
+from gecko.inference.generate import FinishReason, Generation, NewToken, TokenStream, generate, stream
 from gecko.inference.pieces import piece_length
 from gecko.inference.prefill import Prefill, Scored, read, score
 from gecko.inference.sampling import Sampling
-from gecko.inference.stream import FinishReason, NewToken, TokenStream
 from gecko.inference.text import TextStream
 
 __all__ = [

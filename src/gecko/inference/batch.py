@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from gecko.inference.decoder import Decoder
 from gecko.inference.grammar import ConstraintError, Matcher
 from gecko.inference.prefill import Prefill
-from gecko.inference.request import EndReason, EndState, Finished, KeptStates, Token
-from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, all_finite, finite_rows, not_finite
+from gecko.inference.request import EndReason, EndState, Finished, Request, Token
+from gecko.inference.sampling import RandomNumbers, Sampler, all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
 
 T = TypeVar("T")
@@ -23,35 +23,37 @@ T = TypeVar("T")
 class DecodingSequence:
     """A sequence in the batch.
 
-    Args:
-        key: what the owner of the batch knows the sequence by, ``request_id`` of its events.
-        position: tokens of the sequence, including the generated ones.
+    Raises:
+        ConstraintError: the constraint of the request allows no token.
     """
 
     key: int
-    sampling: Sampling
-    seed: int
-    max_new_tokens: int
-    stop_tokens: frozenset[int]
+    """What the owner of the batch knows the sequence by, ``request_id`` of its events."""
+    request: Request
     position: int
-    logprobs: int | None = None
-    min_new_tokens: int = 0
-    """Number of tokens before which no stop token is drawn."""
-    matcher: Matcher | None = None
-    """Constraint of the generated text."""
-    keep: KeptStates | None = None
-    """Receives the state at the end."""
+    """Tokens of the sequence, including the generated ones."""
     generated: int = 0
     pending_token: int | None = None
     """Token generated last, which the state has not read yet."""
-    random: RandomNumbers = field(init=False)
     counts: Tensor | None = None
     """(V,) int32, how often each token was generated; None if no penalty depends on it."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.random = RandomNumbers(request.seed)
+        self.matcher: Matcher | None = None
+        if request.constraint is not None:
+            self.matcher = request.constraint.start(request.stop_tokens, request.sampling.excluded)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether no stop token may come next."""
+        return self.generated < self.request.min_new_tokens
 
     @property
     def is_plain(self) -> bool:
         """Whether the next token is drawn from the logits alone: greedy or at a temperature, and no token excluded."""
-        return self.sampling.is_plain and self.matcher is None and self.generated >= self.min_new_tokens
+        return self.request.sampling.is_plain and self.matcher is None and not self.is_early
 
 
 Drawn = tuple[Token | None, Finished | None]
@@ -74,15 +76,15 @@ class DecodingBatch:
         self._logits: Tensor | None = None
         self._broken: dict[int, str] | None = None
 
-    def add(self, sequence: DecodingSequence, prefill: Prefill) -> None:
-        """Add a sequence after its prompt.
+    def add(self, key: int, request: Request, prefill: Prefill) -> None:
+        """Add the sequence of a request, whose prompt ``prefill`` has read; its events have ``key``.
 
         Raises:
-            ValueError: its sampling options are wrong; the batch is unchanged.
+            ValueError: its sampling options are wrong, or its constraint allows no token; the batch is unchanged.
         """
+        sequence = DecodingSequence(key, request, prefill.state.position[0])
         sampler = self._new_sampler([*self.sequences, sequence])
-        sequence.random = RandomNumbers(sequence.seed)
-        if sequence.sampling.counts_tokens:
+        if request.sampling.counts_tokens:
             sequence.counts = torch.zeros_like(prefill.seen, dtype=torch.int32)
         self.decoder.add(prefill.state, prefill.seen)
         logits = prefill.logits.unsqueeze(0)
@@ -145,8 +147,8 @@ class DecodingBatch:
         """Exclude the stop tokens of sequences that have fewer tokens than their ``min_new_tokens``."""
         vocabulary = logits.shape[1]
         early = [
-            (slot, token) for slot, one in enumerate(self.sequences) if one.generated < one.min_new_tokens
-            for token in one.stop_tokens if 0 <= token < vocabulary
+            (slot, token) for slot, one in enumerate(self.sequences) if one.is_early
+            for token in one.request.stop_tokens if 0 <= token < vocabulary
         ]  # fmt: skip
         if not early:
             return logits
@@ -196,12 +198,14 @@ class DecodingBatch:
     def _drawn_on_gpu(self) -> list[int]:
         """Return the tokens that plain sampling draws, and −1 for logits that are not finite."""
         assert self._logits is not None
-        temperatures = [one.sampling.temperature for one in self.sequences]
-        return self.decoder.draw(self._logits, temperatures, [one.seed for one in self.sequences])
+        requests = [one.request for one in self.sequences]
+        temperatures = [request.sampling.temperature for request in requests]
+        return self.decoder.draw(self._logits, temperatures, [request.seed for request in requests])
 
     def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
         """Return by slot, for sequences with ``logprobs``: that of the token, and the most likely ids with theirs."""
-        wanted = {slot: one.logprobs for slot, one in enumerate(self.sequences) if one.logprobs is not None}
+        asked = {slot: one.request.logprobs for slot, one in enumerate(self.sequences)}
+        wanted = {slot: count for slot, count in asked.items() if count is not None}
         if not wanted:
             return {}
         slots = list(wanted)
@@ -215,7 +219,7 @@ class DecodingBatch:
         }
 
     def _new_sampler(self, sequences: Sequence[DecodingSequence]) -> Sampler:
-        return Sampler([one.sampling for one in sequences], self.decoder.seen.device)
+        return Sampler([one.request.sampling for one in sequences], self.decoder.seen.device)
 
 
 def _drawn(
@@ -230,7 +234,7 @@ def _drawn(
 
     if broken is not None:
         return None, end("error", broken)
-    if token in sequence.stop_tokens:
+    if token in sequence.request.stop_tokens:
         return None, end("stop", stop=None if logprobs is None else made)
     sequence.pending_token = token
     sequence.generated += 1
@@ -242,7 +246,7 @@ def _drawn(
             return None, end("constraint", str(error))
         if sequence.matcher.finished:
             return made, end("stop")
-    return made, end("length") if sequence.generated == sequence.max_new_tokens else None
+    return made, end("length") if sequence.generated == sequence.request.max_new_tokens else None
 
 
 def _remove_from(values: list[T], place: int) -> None:

@@ -97,7 +97,7 @@ class CallReader:
 
     def _read_text(self, said: list[str]) -> bool:
         found = (None if self._taken else _FIRST.match(self._held)) or self._opening.search(self._held)
-        end = len(self._held) - _overlap(self._held, self._openings) if found is None else found.start()
+        end = len(self._held) - overlap(self._held, self._openings) if found is None else found.start()
         cut = len(self._held[:end].rstrip())
         said.append(self._take(cut))
         if found is not None:
@@ -186,9 +186,9 @@ class _Object:
         return None
 
 
-def _overlap(text: str, borders: Collection[str]) -> int:
+def overlap(text: str, borders: Collection[str]) -> int:
     """Return the length of the longest end of ``text`` that begins one of ``borders``."""
-    longest = min(len(text), max(map(len, borders)) - 1)
+    longest = min(len(text), max(map(len, borders), default=1) - 1)
     ends = (size for size in range(longest, 0, -1) if any(border.startswith(text[-size:]) for border in borders))
     return next(ends, 0)
 

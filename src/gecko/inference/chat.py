@@ -11,9 +11,9 @@ from torch import Tensor
 from gecko.data import Tokenizer
 from gecko.data.chat import ChatFormat, encode_text
 from gecko.data.turns import Turn
+from gecko.inference.generate import TokenStream
 from gecko.inference.prefill import Prefill, inference, read
 from gecko.inference.sampling import Sampling
-from gecko.inference.stream import TokenStream
 from gecko.inference.text import TextStream
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState

@@ -183,24 +183,17 @@ def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[
     Raises:
         ValueError: a token is not in the vocabulary, or other weights made the state.
     """
-    if _steps_may_be_faster(model, tokens.shape[1]):
-        before = model.empty_state() if state is None else state
-        if decoder_of(model, before) == "cpu":
-            return _read_by_steps(model, tokens, before)
-    return model.hidden(tokens, state=state)
-
-
-def _steps_may_be_faster(model: Gecko, count: int) -> bool:
-    if count == 1 or model.embedding.weight.dtype != torch.bfloat16:
-        return False
-    return count * sum(weight.numel() for weight in model.parameters()) <= MOST_PRODUCTS
-
-
-def _read_by_steps(model: Gecko, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
+    count, dtype = tokens.shape[1], model.embedding.weight.dtype
+    may_be_faster = count > 1 and dtype == torch.bfloat16
+    if not may_be_faster or count * sum(weight.numel() for weight in model.parameters()) > MOST_PRODUCTS:
+        return model.hidden(tokens, state=state)
+    before = model.empty_state() if state is None else state
+    if decoder_of(model, before) != "cpu":
+        return model.hidden(tokens, state=state)
     decoder = Decoder(model, 1)
-    decoder.add(state, torch.zeros(model.config.vocab_size, dtype=torch.bool, device="cpu"))
+    decoder.add(before, torch.zeros(model.config.vocab_size, dtype=torch.bool, device="cpu"))
     hidden = torch.cat([decoder.hidden_step([token]) for token in tokens[0].tolist()])
-    return hidden.to(model.embedding.weight.dtype).unsqueeze(0), decoder.state(0)
+    return hidden.to(dtype).unsqueeze(0), decoder.state(0)
 
 
 def _ends(model: Gecko) -> Hashable:
@@ -210,7 +203,7 @@ def _ends(model: Gecko) -> Hashable:
 
 
 def _of_one_model(a: GeckoState, b: GeckoState) -> bool:
-    """Return whether the same weights may have made both; the name of weights that had gradients is unknown."""
+    # The name of weights that had gradients is unknown.
     return a.config == b.config and (a.model == b.model or not (a.model and b.model))
 
 

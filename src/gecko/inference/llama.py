@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gecko.inference.generate import NewToken
 from gecko.inference.pieces import checked, cut
 from gecko.inference.prefill import inference
 from gecko.inference.sampling import RandomNumbers, Sampler, Sampling
-from gecko.inference.stream import NewToken
 from gecko.models.llama import KeyValues, Llama
 from gecko.ops.loss import token_cross_entropy
 

@@ -50,7 +50,7 @@ class Request:
     same arguments."""
 
     prompt: Tensor
-    """1-D integer ids; at least one."""
+    """1-D integer ids; at least one. None are needed where a ``Prefill`` has read the prompt."""
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0

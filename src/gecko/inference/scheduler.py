@@ -8,9 +8,8 @@ from dataclasses import replace
 from itertools import count
 
 import torch
-from torch import Tensor
 
-from gecko.inference.batch import DecodingBatch, DecodingSequence
+from gecko.inference.batch import DecodingBatch
 from gecko.inference.grammar import ConstraintError
 from gecko.inference.pieces import PiecePace, piece_length
 from gecko.inference.prefill import Prefill, inference
@@ -229,24 +228,19 @@ class Engine:
 
     def _add_sequence(self, request_id: int, request: Request, result: Prefill, events: list[Event]) -> None:
         """Add the sequence of a request whose prompt is read."""
-        position = request.start_position + len(request.prompt)
+        position = result.state.position[0]
         if result.scores is not None:
             events.append(PromptRead(request_id, result.scores))
         if request.keep is not None:
             # The tensors of the state may be views of much larger ones.
-            request.keep.prompt = result.state.map(_copy_to_cpu)
+            request.keep.prompt = result.state.map(
+                lambda x: x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            )
         if request.max_new_tokens == 0:
             events.append(Finished(request_id, "length", None, position))
             return
-        constraint = request.constraint
         try:
-            sequence = DecodingSequence(
-                request_id, request.sampling, request.seed, request.max_new_tokens, request.stop_tokens, position,
-                request.logprobs, request.min_new_tokens,
-                None if constraint is None else constraint.start(request.stop_tokens, request.sampling.excluded),
-                request.keep,
-            )  # fmt: skip
-            self._batch.add(sequence, result)
+            self._batch.add(request_id, request, result)
         except ConstraintError as error:
             events.append(Finished(request_id, "constraint", str(error), position))
         except Exception as error:  # its sampling options are wrong; the batch is unchanged
@@ -256,7 +250,7 @@ class Engine:
         """Draw a token for every sequence and remove the finished ones."""
         drawn = self._batch.draw()
         for slot, (token, end) in enumerate(drawn):
-            keep = self._batch.sequences[slot].keep
+            keep = self._batch.sequences[slot].request.keep
             if end is not None and end.reason in ("length", "stop") and keep is not None:
                 last = self._batch.end(slot)
                 keep.end = replace(last, state=last.state.to("cpu"))
@@ -265,10 +259,6 @@ class Engine:
         # In descending order, so that the sequence that moves into a freed slot is one that stays.
         for slot in reversed([slot for slot, (_, end) in enumerate(drawn) if end is not None]):
             self._batch.remove(slot)
-
-
-def _copy_to_cpu(x: Tensor) -> Tensor:
-    return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _failed(request_id: int, error: Exception, position: int) -> Finished:

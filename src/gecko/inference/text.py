@@ -10,10 +10,10 @@ from typing import Generic, Protocol, TypeVar
 
 from gecko.data import StreamDecoder, Tokenizer
 from gecko.data.text_stream import REPLACEMENT, letter
-from gecko.inference.calls import CallPart, CallReader
+from gecko.inference.calls import CallPart, CallReader, overlap
+from gecko.inference.generate import NewToken
 from gecko.inference.prefill import PromptScores
 from gecko.inference.request import Token
-from gecko.inference.stream import NewToken
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -63,16 +63,9 @@ class StopStrings:
                 self.matched = stop
                 passed, self._held = self._held.removesuffix(stop), ""
                 return passed
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
+        cut = len(self._held) - overlap(self._held, self._stops)
         passed, self._held = self._held[:cut], self._held[cut:]
         return passed
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 class Tokens(Protocol):

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import cache
 from importlib.resources import files
 from typing import Any, ParamSpec, TypeVar
@@ -100,28 +100,28 @@ class Service:
         Raises:
             ApiError: the request is invalid, or the server has no capacity for it now.
         """
-        places = _Places(self.admission)
+        places = ExitStack()
         try:
             return await self._start(_ENGINE_REQUESTS[path], body, places)
         except BaseException as error:
-            places.release()
+            places.close()
             api_error = _to_api_error(error)
             if api_error is None:
                 raise
             raise api_error from error
 
-    async def _start(self, kind: type[GenerationRequest | SaveState], body: Body, places: _Places) -> Answer:
+    async def _start(self, kind: type[GenerationRequest | SaveState], body: Body, places: ExitStack) -> Answer:
         # Take one place before any work, and the rest when the number of choices is known.
-        places.take(1)
+        self.admission.take(places, 1, 1)
         arrival, size = time.monotonic(), len(body)
         asked = await self.threads.run(size, self._preparation.parse, kind, body.take)
-        places.take(asked.num_choices)
+        self.admission.take(places, asked.num_choices - 1, asked.num_choices)
         # A constraint takes up to a second to compile.
         work = max(size, _SMALL + 1) if asked.constrained else size
         prepared = await self.threads.run(work, self._preparation.prepare, asked)
         body.resize(prepared.num_bytes)
         deadline = arrival + self.limits.seconds
-        answer = Answer(prepared, self.worker.cancel, self.metrics, arrival, deadline, places.release)
+        answer = Answer(prepared, self.worker.cancel, self.metrics, arrival, deadline, places.close)
         await self.worker.submit(prepared.requests, answer)
         return answer
 
@@ -160,23 +160,6 @@ class Service:
             "state_bytes": self.model.state_bytes, "states": self.states.names(),
             "saves_states": self.states.saves, "chat_template": self.model.chat.tuned,
         }  # fmt: skip
-
-
-class _Places:
-    """Places of one request in the queue."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission, self._taken = admission, 0
-
-    def take(self, places: int) -> None:
-        """Hold ``places`` in total; on ApiError, the number held is unchanged."""
-        self._admission.take(places - self._taken, places)
-        self._taken = places
-
-    def release(self) -> None:
-        """Hold none; idempotent."""
-        self._admission.release(self._taken)
-        self._taken = 0
 
 
 def _to_api_error(error: BaseException) -> ApiError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -84,8 +85,8 @@ class Admission:
         self.draining = False
         """Whether the server is stopping and refuses new requests."""
 
-    def take(self, places: int, of: int) -> None:
-        """Take ``places`` more for a request, which then has ``of`` places in total.
+    def take(self, held: ExitStack, places: int, of: int) -> None:
+        """Take ``places`` more for a request, which then has ``of`` places in total, until ``held`` is closed.
 
         Raises:
             ApiError: 503 while draining, 429 if too few places are free, 400 if the server has fewer than ``of``.
@@ -97,6 +98,7 @@ class Admission:
         if self.taken + places > self._places:
             raise ApiError(429, f"all {self._places} places of the queue are taken; try later", code="queue_full")
         self.taken += places
+        held.callback(self._release, places)
 
-    def release(self, places: int) -> None:
+    def _release(self, places: int) -> None:
         self.taken -= places

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from gecko import Gecko, GeckoConfig
 from gecko.inference import Prefill, Sampling, read
-from gecko.inference.batch import DecodingBatch, DecodingSequence
+from gecko.inference.batch import DecodingBatch
 from gecko.inference.decoder import Decoder
 from gecko.inference.packed_weights import PackedWeights, decoder_of
+from gecko.inference.request import Request
 from gecko.ops.backends.dispatch import Launch
 from gecko.ops.decoding.triton_ends import draw_kernel
 from gecko.state import GeckoState
@@ -266,8 +267,7 @@ def drawn_of(model: Gecko, prefills: Sequence[Prefill], samplings: Sequence[Samp
     batch, tokens = DecodingBatch(model, len(prefills)), []
     with torch.inference_mode():
         for prefill, sampling in zip(prefills, samplings, strict=True):
-            sequence = DecodingSequence(0, sampling, SAMPLINGS.index(sampling), count, frozenset(), 0)
-            batch.add(sequence, prefill)
+            batch.add(0, Request(torch.empty(0), count, sampling, SAMPLINGS.index(sampling)), prefill)
         for _ in range(count):
             batch.decode()
             tokens.append([token and token.token for token, _ in batch.draw()])
