@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from gecko.inference.decoder import Decoder
 from gecko.inference.grammar import ConstraintError, Matcher
 from gecko.inference.prefill import Prefill
-from gecko.inference.request import EndReason, EndState, Finished, Request, Token
+from gecko.inference.request import EndReason, EndState, Event, Finished, Request, Token
 from gecko.inference.sampling import RandomNumbers, Sampler, all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
 
@@ -56,10 +56,6 @@ class DecodingSequence:
         return self.request.sampling.is_plain and self.matcher is None and not self.is_early
 
 
-Drawn = tuple[Token | None, Finished | None]
-"""Events of one draw for one sequence: its next token, unless it ends without another one, and its end."""
-
-
 class DecodingBatch:
     """Up to ``capacity`` sequences, each at its own position; they join and leave between two steps.
 
@@ -70,7 +66,7 @@ class DecodingBatch:
 
     def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
         self.sequences: list[DecodingSequence] = []
-        """By slot of the decoder. A sequence that ends stays until ``remove``."""
+        """By slot of the decoder."""
         self.decoder = Decoder(model, capacity, window_dtype)
         self._sampler = Sampler([])
         self._logits: Tensor | None = None
@@ -120,18 +116,25 @@ class DecodingBatch:
             finite = finite_rows(self._logits).tolist()
         return {slot: not_finite(self._logits[slot]) for slot, one in enumerate(finite) if not one}
 
-    def draw(self) -> list[Drawn]:
-        """Draw the next token of every sequence, in the order of slots; sequences that end stay until ``remove``."""
+    def draw(self) -> list[Event]:
+        """Draw the next token of every sequence and return the events; sequences that end leave the batch."""
         assert self._logits is not None, "there must be a sequence"
         broken, logits = self.broken(), self._logits
         if broken:
             logits = logits.index_fill(0, torch.tensor(list(broken), device=logits.device), 0)
         tokens = self._draw_ids(self._constrained(self._without_early_stops(logits)))
         logprobs = self._logprobs(logits, tokens)
-        return [
-            _drawn(sequence, token, broken.get(slot), logprobs.get(slot))
-            for slot, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True))
-        ]
+        events: list[Event] = []
+        ends: dict[int, Finished] = {}
+        for slot, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True)):
+            made, end = _drawn(sequence, token, broken.get(slot), logprobs.get(slot))
+            events += filter(None, (made, end))
+            if end is not None:
+                ends[slot] = end
+        # In descending order, so that the sequence that moves into a freed slot is one that stays.
+        for slot, end in reversed(ends.items()):
+            self.finish(slot) if end.error is None else self.remove(slot)
+        return events
 
     def _draw_ids(self, logits: Tensor) -> list[int]:
         seen = self.decoder.seen
@@ -154,6 +157,13 @@ class DecodingBatch:
             return logits
         slots, tokens = torch.tensor(early, device=logits.device).unbind(1)
         return logits.index_put((slots, tokens), logits.new_tensor(-torch.inf))
+
+    def finish(self, slot: int) -> None:
+        """Remove a sequence, and leave its state on the CPU if its request keeps it."""
+        if (keep := self.sequences[slot].request.keep) is not None:
+            end = self.end(slot)
+            keep.end = replace(end, state=end.state.to("cpu"))
+        self.remove(slot)
 
     def remove(self, slot: int) -> None:
         """Remove a sequence; the one in the last slot moves to its place."""
@@ -225,8 +235,8 @@ class DecodingBatch:
 def _drawn(
     sequence: DecodingSequence, token: int, broken: str | None,
     logprobs: tuple[float, tuple[tuple[int, float], ...]] | None,
-) -> Drawn:  # fmt: skip
-    """Record the token in the sequence, unless it ends with it."""
+) -> tuple[Token | None, Finished | None]:  # fmt: skip
+    """Record the token in the sequence, unless it ends with it; return the token, if it has one more, and its end."""
     made = Token(sequence.key, token, *(logprobs or ()))
 
     def end(reason: EndReason, error: str | None = None, stop: Token | None = None) -> Finished:

@@ -15,7 +15,7 @@ from gecko.data.text_stream import document_ids
 from gecko.data.tokenizers import Tokenizer, known_tokenizer, load_tokenizer
 from gecko.inference.batch import DecodingBatch
 from gecko.inference.prefill import Prefill, inference, read
-from gecko.inference.request import EndState, Request, check_new_tokens
+from gecko.inference.request import EndState, Finished, KeptStates, Request, Token, check_new_tokens
 from gecko.inference.sampling import Sampling, check_seed
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
@@ -149,16 +149,17 @@ class TokenStream:
         stop_tokens: Collection[int] = (),
     ) -> None:
         check_new_tokens(max_new_tokens, sampling, model.config)
-        self._model, self._rows = model, len(prefills)
-        self._finished: dict[int, EndState] = {}
+        self._model = model
+        self._kept = [KeptStates() for _ in prefills]
         self._reasons: dict[int, FinishReason] = {}
         prompt, stops = torch.empty(0, dtype=torch.int64, device="cpu"), frozenset(stop_tokens)
         with inference(model):
             self._batch = DecodingBatch(model, len(prefills))
             for row, (prefill, seed) in enumerate(zip(prefills, seeds, strict=True)):
-                self._batch.add(row, Request(prompt, max_new_tokens, sampling, seed, stops), prefill)
-            if max_new_tokens == 0:
-                self._retire(dict.fromkeys(range(self._rows), "length"))
+                request = Request(prompt, max_new_tokens, sampling, seed, stops, keep=self._kept[row])
+                self._batch.add(row, request, prefill)
+            for slot in reversed(range(len(prefills) if max_new_tokens == 0 else 0)):
+                self._finish(slot, "length")
 
     def __iter__(self) -> Iterator[NewToken]:
         while self._batch.sequences:
@@ -167,22 +168,23 @@ class TokenStream:
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
         """One per row; None if the row is not finished."""
-        return [self._reasons.get(row) for row in range(self._rows)]
+        return [self._reasons.get(row) for row in range(len(self._kept))]
 
     @property
     def state(self) -> GeckoState:
         """State of every row after all of its tokens so far; one model call per row reads its last token."""
         with inference(self._model):
             active = {one.key: self._batch.end(slot) for slot, one in enumerate(self._batch.sequences)}
-            rows = self._finished | active
-            stacked = GeckoState.stack([self._final_state(rows[row]) for row in range(self._rows)])
+            ends = [active[row] if kept.end is None else kept.end for row, kept in enumerate(self._kept)]
+            stacked = GeckoState.stack([self._final_state(end) for end in ends])
         # Tensors cloned outside inference mode can take part in autograd.
         return stacked.map(torch.clone)
 
     def stop(self, row: int) -> None:
         """Finish a row; no effect if it is finished already."""
         with inference(self._model):
-            self._retire({slot: "stop" for slot, one in enumerate(self._batch.sequences) if one.key == row})
+            for slot in [slot for slot, one in enumerate(self._batch.sequences) if one.key == row]:
+                self._finish(slot, "stop")
 
     def _step(self) -> list[NewToken]:
         """Generate the next token of every active row; only this reads the tokens of the step before."""
@@ -190,22 +192,19 @@ class TokenStream:
             self._batch.decode()
             for slot, message in self._batch.broken().items():
                 raise ValueError(f"row {self._batch.sequences[slot].key}: {message}")
-            drawn = self._batch.draw()
-            self._retire({slot: cast(FinishReason, end.reason) for slot, (_, end) in enumerate(drawn) if end})
-        return sorted(NewToken(token.request_id, token.token) for token, _ in drawn if token)
+            events = self._batch.draw()
+        ends = [event for event in events if isinstance(event, Finished)]
+        self._reasons |= {end.request_id: cast(FinishReason, end.reason) for end in ends}
+        return sorted(NewToken(event.request_id, event.token) for event in events if isinstance(event, Token))
 
-    def _retire(self, finished: dict[int, FinishReason]) -> None:
-        """Remove the sequences in some slots."""
-        # In descending order, so that the sequence that moves into a freed slot is one that stays.
-        for slot in sorted(finished, reverse=True):
-            row = self._batch.sequences[slot].key
-            self._finished[row], self._reasons[row] = self._batch.end(slot), finished[slot]
-            self._batch.remove(slot)
+    def _finish(self, slot: int, reason: FinishReason) -> None:
+        self._reasons[self._batch.sequences[slot].key] = reason
+        self._batch.finish(slot)
 
-    def _final_state(self, row: EndState) -> GeckoState:
-        if row.pending_token is None:
-            return row.state
-        return read(self._model, [torch.tensor([row.pending_token], device="cpu")], row.state).state
+    def _final_state(self, end: EndState) -> GeckoState:
+        if end.pending_token is None:
+            return end.state.to(self._model.embedding.weight.device)
+        return read(self._model, [torch.tensor([end.pending_token], device="cpu")], end.state).state
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 from itertools import count
 
 import torch
@@ -15,7 +14,7 @@ from gecko.inference.pieces import PiecePace, piece_length
 from gecko.inference.prefill import Prefill, inference
 from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.prompts import PromptPrefill, read_together, together
-from gecko.inference.request import Event, Finished, PromptRead, QueueFullError, Request
+from gecko.inference.request import Event, Finished, PromptRead, QueueFullError, Request, Token
 from gecko.models.gecko import Gecko
 
 STEP_SECONDS = 0.08
@@ -143,7 +142,9 @@ class Engine:
             self._batch.decode()
             self._read_piece(events)
             if self._batch.sequences:
-                self._draw_tokens(events)
+                drawn = self._batch.draw()
+                self.tokens_made += sum(isinstance(event, Token) for event in drawn)
+                events += drawn
         return events
 
     def _read_piece(self, events: list[Event]) -> None:
@@ -245,20 +246,6 @@ class Engine:
             events.append(Finished(request_id, "constraint", str(error), position))
         except Exception as error:  # its sampling options are wrong; the batch is unchanged
             events.append(_failed(request_id, error, position))
-
-    def _draw_tokens(self, events: list[Event]) -> None:
-        """Draw a token for every sequence and remove the finished ones."""
-        drawn = self._batch.draw()
-        for slot, (token, end) in enumerate(drawn):
-            keep = self._batch.sequences[slot].request.keep
-            if end is not None and end.reason in ("length", "stop") and keep is not None:
-                last = self._batch.end(slot)
-                keep.end = replace(last, state=last.state.to("cpu"))
-            events += filter(None, (token, end))
-            self.tokens_made += token is not None
-        # In descending order, so that the sequence that moves into a freed slot is one that stays.
-        for slot in reversed([slot for slot, (_, end) in enumerate(drawn) if end is not None]):
-            self._batch.remove(slot)
 
 
 def _failed(request_id: int, error: Exception, position: int) -> Finished:

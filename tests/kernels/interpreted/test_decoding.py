@@ -17,7 +17,7 @@ from gecko.inference import Prefill, Sampling, read
 from gecko.inference.batch import DecodingBatch
 from gecko.inference.decoder import Decoder
 from gecko.inference.packed_weights import PackedWeights, decoder_of
-from gecko.inference.request import Request
+from gecko.inference.request import Request, Token
 from gecko.ops.backends.dispatch import Launch
 from gecko.ops.decoding.triton_ends import draw_kernel
 from gecko.state import GeckoState
@@ -270,7 +270,7 @@ def drawn_of(model: Gecko, prefills: Sequence[Prefill], samplings: Sequence[Samp
             batch.add(0, Request(torch.empty(0), count, sampling, SAMPLINGS.index(sampling)), prefill)
         for _ in range(count):
             batch.decode()
-            tokens.append([token and token.token for token, _ in batch.draw()])
+            tokens.append([event.token for event in batch.draw() if isinstance(event, Token)])
     assert batch.decoder.backend == "triton"
     return [list(one) for one in zip(*tokens, strict=True)]
 
