@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
@@ -26,6 +27,20 @@ def model() -> gecko.Gecko:
     with torch.no_grad():
         model.head.weight.mul_(4)
     return model
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return the list of the shapes of the tokens that calls of models have read."""
+    shapes: list[tuple[int, int]] = []
+    hidden = gecko.Gecko.hidden
+
+    def watched(model: gecko.Gecko, tokens: Tensor, *args: object, **more: object) -> object:
+        shapes.append((tokens.shape[0], tokens.shape[1]))
+        return hidden(model, tokens, *args, **more)
+
+    monkeypatch.setattr(gecko.Gecko, "hidden", watched)
+    return shapes
 
 
 @pytest.fixture(scope="session", params=["bytes", "bpe", "sentencepiece"])

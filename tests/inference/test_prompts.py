@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,20 +12,6 @@ from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.prompts import MOST_TOGETHER
 from gecko.inference.request import Finished, KeptStates, Request
 from gecko.inference.scheduler import Engine
-
-
-@pytest.fixture
-def calls(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """Yield the shapes of the tokens of all calls of the model."""
-    shapes: list[tuple[int, int]] = []
-    hidden = model.hidden
-
-    def watched(tokens: Tensor, **more: object) -> object:
-        shapes.append(tuple(tokens.shape))
-        return hidden(tokens, **more)
-
-    monkeypatch.setattr(model, "hidden", watched)
-    yield shapes
 
 
 def ids(length: int, seed: int) -> Tensor:

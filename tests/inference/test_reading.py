@@ -47,16 +47,11 @@ def test_neither_pieces_nor_parts_matter(
 
 
 def test_pieces_end_at_multiples_of_their_length_wherever_the_state_stands(
-    model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch
+    model: gecko.Gecko, calls: list[tuple[int, int]]
 ) -> None:
     state = read(model, [prompt(5)]).state
-    lengths = []
-    hidden = model.hidden
-    monkeypatch.setattr(
-        model, "hidden", lambda tokens, **more: lengths.append(tokens.shape[1]) or hidden(tokens, **more)
-    )
     read(model, [prompt(30), prompt(20)], state, piece=16)
-    assert lengths == [11, 16, 16, 7]
+    assert calls == [(1, length) for length in (5, 11, 16, 16, 7)]
 
 
 def test_a_piece_is_whole_windows() -> None:

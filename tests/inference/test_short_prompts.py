@@ -29,20 +29,6 @@ def prompt(length: int, seed: int = 0) -> Tensor:
     return cases.tokens(1, length, seed)[0]
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list of the lengths that calls of models have read."""
-    lengths: list[int] = []
-    hidden = gecko.Gecko.hidden
-
-    def watched(model: gecko.Gecko, tokens: Tensor, *args: object, **more: object) -> object:
-        lengths.append(tokens.shape[1])
-        return hidden(model, tokens, *args, **more)
-
-    monkeypatch.setattr(gecko.Gecko, "hidden", watched)
-    return lengths
-
-
 def assert_same(found: Prefill, expected: Prefill) -> None:
     assert torch.equal(found.logits, expected.logits)
     assert torch.equal(found.seen, expected.seen)
@@ -52,7 +38,7 @@ def assert_same(found: Prefill, expected: Prefill) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("variant", cases.IN_C)
-def test_a_short_prompt_is_read_as_in_float64(variant: str, length: int, calls: list[int]) -> None:
+def test_a_short_prompt_is_read_as_in_float64(variant: str, length: int, calls: list[tuple[int, int]]) -> None:
     """Only the window is rounded, which the first layer's other states do not depend on, and the logits."""
     model = narrow(variant)
     found = read(model, [prompt(length)])
@@ -106,7 +92,7 @@ def test_a_prompt_may_follow_a_later_document() -> None:
     assert found.state.position == exact.state.position == [3 * cases.CHUNK + 9]
 
 
-def test_the_engine_reads_it_in_the_same_way(calls: list[int]) -> None:
+def test_the_engine_reads_it_in_the_same_way(calls: list[tuple[int, int]]) -> None:
     model, kept = narrow(), KeptStates()
     engine = Engine(model, rows=2)
     engine.submit(Request(prompt(20), 0, Sampling(0.0), keep=kept))
@@ -117,7 +103,7 @@ def test_the_engine_reads_it_in_the_same_way(calls: list[int]) -> None:
         assert torch.equal(kept.prompt.tensors()[name], tensor), name
 
 
-def test_other_prompts_are_calls_of_the_model(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_prompts_are_calls_of_the_model(calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     model = narrow()
     read(model, [prompt(1)])
     read(cases.model("gecko", torch.float32), [prompt(5)])
@@ -126,7 +112,7 @@ def test_other_prompts_are_calls_of_the_model(calls: list[int], monkeypatch: pyt
     read(model, [prompt(9)])
     model.blocks[0].register_forward_hook(lambda *_: None)
     read(model, [prompt(3)])
-    assert calls == [1, 5, 9, 3]
+    assert calls == [(1, length) for length in (1, 5, 9, 3)]
 
 
 def test_a_state_of_other_weights_is_refused() -> None:

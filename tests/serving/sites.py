@@ -34,6 +34,11 @@ def document(text: str) -> list[int]:
     return [256, *text.encode()]
 
 
+def greedy(model: gecko.Gecko, text: str, tokens: int) -> str:
+    """Return the most likely continuation of a document that begins with ``text``."""
+    return alone(model, document(text), tokens, temperature=0)
+
+
 def distributions(model: gecko.Gecko, ids: list[int]) -> torch.Tensor:
     """Return the log-probabilities (len(ids), V) of the tokens after each, from one call of the model."""
     with torch.no_grad():

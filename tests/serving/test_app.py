@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 from serving.conftest import StartServer
-from serving.sites import GREEDY, OK, Site, alone, check_error, document, serving
+from serving.sites import GREEDY, OK, Site, alone, check_error, document, greedy, serving
 from serving.waiting import until
 
 import gecko
@@ -27,7 +27,7 @@ from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest
 
 def test_a_completion_is_what_generate_writes(site: Site, model: gecko.Gecko) -> None:
     answer = site.openai.completions.create(prompt="abc", max_tokens=30, **GREEDY)
-    assert answer.choices[0].text == alone(model, document("abc"), 30, temperature=0)
+    assert answer.choices[0].text == greedy(model, "abc", 30)
     assert (answer.object, answer.model, answer.choices[0].finish_reason) == ("text_completion", "small", "length")
     usage = answer.usage
     assert usage is not None
@@ -42,7 +42,7 @@ def test_every_form_of_a_prompt(site: Site, model: gecko.Gecko) -> None:
         assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
         return [choice.text for choice in answer.choices]
 
-    one, two = (alone(model, document(text), 9, temperature=0) for text in ("abc", "xyz ü"))
+    one, two = (greedy(model, text, 9) for text in ("abc", "xyz ü"))
     assert texts("abc") == texts(["abc"]) == texts(document("abc")) == texts([document("abc")]) == [one]
     assert texts(["abc", "xyz ü"]) == texts([document("abc"), document("xyz ü")]) == [one, two]
     assert texts(["abc", "xyz ü"], n=2) == [one, one, two, two]
@@ -145,7 +145,7 @@ def test_a_stream_joins_to_the_whole(site: Site, model: gecko.Gecko) -> None:
     chunks = list(site.openai.completions.create(stream=True, **asked))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
     chunks = list(site.openai.completions.create(prompt="abc", echo=True, stream=True, max_tokens=5, **GREEDY))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == "abc" + alone(model, document("abc"), 5, temperature=0)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abc" + greedy(model, "abc", 5)
 
 
 def test_chat(site: Site, model: gecko.Gecko) -> None:
@@ -153,7 +153,7 @@ def test_chat(site: Site, model: gecko.Gecko) -> None:
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
     ]
-    expected = alone(model, document("System: Be short.\n\nUser: Hello\n\nAssistant:"), 20, temperature=0)
+    expected = greedy(model, "System: Be short.\n\nUser: Hello\n\nAssistant:", 20)
     asked: dict[str, Any] = {"messages": messages, "max_tokens": 20, "logprobs": True, "top_logprobs": 2, **GREEDY}
     answer = site.openai.chat.completions.create(**asked)
     choice = answer.choices[0]
@@ -301,7 +301,7 @@ def test_saved_states(start: StartServer, model: gecko.Gecko, tmp_path: Path) ->
     check_error(site.post(json={**OK, "state": "book", "prompt": ""}), 400, "tokens")
     gecko.generate(model, document("another"), max_new_tokens=0).state.save(tmp_path / "book.state")
     replaced = site.openai.completions.create(prompt=" and", max_tokens=12, extra_body={"state": "book"}, **GREEDY)
-    assert replaced.choices[0].text == alone(model, document("another and"), 12, temperature=0)
+    assert replaced.choices[0].text == greedy(model, "another and", 12)
 
 
 def test_a_replaced_state_is_read_anew_whatever_its_date(model: gecko.Gecko, tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from serving.conftest import StartServer
-from serving.sites import Site, check_error, serving
+from serving.sites import GREEDY, Site, check_error, greedy, serving
 
 import gecko
 from gecko.data import Tokenizer
 from gecko.serving.stores import ResponseStore, StoredResponse
 
-GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -34,11 +33,6 @@ class Animal(BaseModel):
     legs: int = Field(ge=0, le=9)
 
 
-def alone(model: gecko.Gecko, text: str, tokens: int) -> str:
-    ids = [256, *text.encode()]
-    return bytes(gecko.generate(model, ids, max_new_tokens=tokens, temperature=0).tokens[0]).decode()
-
-
 def read_tokens(site: Site) -> float:
     site.wait_until_idle()
     return site.numbers()["gecko_prompt_tokens_total"]
@@ -48,7 +42,7 @@ def test_a_response(site: Site, model: gecko.Gecko) -> None:
     answer = site.openai.responses.create(
         input="Hello", instructions="Be short.", max_output_tokens=20, metadata={"a": "b"}, **GREEDY
     )
-    expected = alone(model, "System: Be short.\n\nUser: Hello\n\nAssistant:", 20)
+    expected = greedy(model, "System: Be short.\n\nUser: Hello\n\nAssistant:", 20)
     assert answer.output_text == expected
     assert (answer.status, answer.object, answer.model) == ("incomplete", "response", "small")
     assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
@@ -75,7 +69,7 @@ def test_a_conversation_continues_as_if_read_anew(
                 input=turn, previous_response_id=previous, max_output_tokens=25, **GREEDY
             )
             grown = read_tokens(site) - before
-            assert answer.output_text == alone(model, text, 25)
+            assert answer.output_text == greedy(model, text, 25)
             assert answer.usage is not None and answer.usage.input_tokens == len(text.encode()) + 1
             if previous is not None:
                 # The last token of the answer, the end of its turn, and the new turn.
@@ -184,7 +178,7 @@ def test_an_answer_that_ended_at_a_stop_string_continues_without_it(
 ) -> None:
     """The engine has read the stop string, or is ahead of it; only the answer is read again, not what was before it."""
     long = "Hello " * 40
-    whole = alone(model, f"User: {long.strip()}\n\nAssistant:", 40)
+    whole = greedy(model, f"User: {long.strip()}\n\nAssistant:", 40)
     stop = whole[20:22]
     expected = whole.partition(stop)[0]
     site = start()
@@ -195,7 +189,7 @@ def test_an_answer_that_ended_at_a_stop_string_continues_without_it(
     before = read_tokens(site)
     second = site.openai.responses.create(input="More", previous_response_id=first.id, max_output_tokens=10, **GREEDY)
     text = f"User: {long.strip()}\n\nAssistant:{first.output_text}\n\nUser: More\n\nAssistant:"
-    assert second.output_text == alone(model, text, 10).partition(stop)[0]
+    assert second.output_text == greedy(model, text, 10).partition(stop)[0]
     assert read_tokens(site) - before == len(first.output_text) + len("\n\nUser: More\n\nAssistant:")
 
 

@@ -9,18 +9,11 @@ from typing import Any
 import httpx2
 import pytest
 from serving.conftest import StartServer
-from serving.sites import Site, check_error
+from serving.sites import GREEDY, Site, check_error, greedy
 
 import gecko
 from gecko.serving.limits import ApiError
 from gecko.serving.stores import SavedStates
-
-GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
-
-
-def alone(model: gecko.Gecko, text: str, tokens: int) -> str:
-    ids = [256, *text.encode()]
-    return bytes(gecko.generate(model, ids, max_new_tokens=tokens, temperature=0).tokens[0]).decode()
 
 
 def begun(site: Site) -> tuple[str, str]:
@@ -41,7 +34,7 @@ def test_a_saved_conversation_continues_as_if_read_anew(writable: Site, model: g
     assert (saved.status_code, saved.json()["id"]) == (201, "hello")
     assert saved.json()["position"] == len(text.encode()) + 1
     writable.openai.responses.delete(response)
-    expected = alone(model, text + "User: More\n\nAssistant:", 20)
+    expected = greedy(model, text + "User: More\n\nAssistant:", 20)
     asked: dict[str, Any] = {"extra_body": {"state": "hello"}, **GREEDY}
     more = writable.openai.responses.create(input="More", max_output_tokens=20, **asked)
     assert more.output_text == expected
@@ -50,7 +43,7 @@ def test_a_saved_conversation_continues_as_if_read_anew(writable: Site, model: g
     assert chat.choices[0].message.content == expected
     last = writable.openai.responses.create(input="End", previous_response_id=more.id, max_output_tokens=20, **GREEDY)
     text += f"User: More\n\nAssistant:{expected}\n\nUser: End\n\nAssistant:"
-    assert last.output_text == alone(model, text, 20)
+    assert last.output_text == greedy(model, text, 20)
 
 
 def test_states_are_listed_and_deleted(writable: Site, tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from serving.conftest import StartServer
-from serving.sites import OK, Site, check_error
+from serving.sites import GREEDY, OK, Site, check_error
 
 from gecko.serving.options import Limits
 
 CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0}
-GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 
 
 class City(BaseModel):

@@ -75,9 +75,11 @@ class Decoder:
             # No slot holds a state of earlier weights, so the weights may have changed.
             self._model.check_state(state, 1)
             self._prepare(state)
-        elif self._all is not None and not _of_one_model(state, self._all):
-            raise ValueError("states that decode side by side must be of one model; got states of different ones.")
         assert self._all is not None
+        # The name of weights that had gradients is unknown.
+        known = state.model and self._all.model
+        if state.config != self._all.config or (known and state.model != self._all.model):
+            raise ValueError("states that decode side by side must be of one model; got states of different ones.")
         if self.count == self._all.batch_size:
             self._grow()
         for (name, slot), tensor in zip(self._all.tensors().items(), state.tensors().values(), strict=True):
@@ -200,11 +202,6 @@ def _ends(model: Gecko) -> Hashable:
     """Return the identity of the first and last weights only. This is fast enough to check it at every token."""
     ends = (model.embedding.weight, model.head.weight)
     return identity(tensor for weight in ends for tensor in plain_tensors(weight))
-
-
-def _of_one_model(a: GeckoState, b: GeckoState) -> bool:
-    # The name of weights that had gradients is unknown.
-    return a.config == b.config and (a.model == b.model or not (a.model and b.model))
 
 
 def _with_window(state: GeckoState, dtype: torch.dtype | None) -> GeckoState:

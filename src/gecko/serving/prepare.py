@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gecko.data import Tokenizer
 from gecko.data.chat import ChatFormat, encode_text
-from gecko.inference import Sampling
 from gecko.inference.calls import CallReader
 from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler
 from gecko.inference.request import KeptStates, Request
@@ -235,7 +234,12 @@ class Preparation:
 
     def _requests(self, asked: GenerationRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
         """Return one request per choice. Those of every prompt have the seeds from ``seed`` on, as in vLLM."""
-        sampling, constraint = _sampling(asked), self._constraint(asked)
+        try:
+            sampling = asked.sampling()
+        except ValueError as error:
+            # The message starts with the name of the field.
+            raise invalid(str(error).split()[0], str(error)) from error
+        constraint = self._constraint(asked)
         seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
         return [
             Request(
@@ -359,14 +363,6 @@ def _check_echo(asked: CompletionRequest, length: int, most: int) -> None:
         limits = f"{MAX_ECHO:,} characters, or {MAX_ECHO_IDS:,} ids, in all choices together"
         advice = "Leave out echo, or request fewer choices"
         raise invalid("echo", f"echo must repeat at most {limits}; got {asked.n * length:,}. {advice}")
-
-
-def _sampling(asked: GenerationRequest) -> Sampling:
-    try:
-        return asked.sampling()
-    except ValueError as error:
-        # The message starts with the name of the field.
-        raise invalid(str(error).split()[0], str(error)) from error
 
 
 def _prompt_logprobs(asked: GenerationRequest) -> int | None:

@@ -124,18 +124,10 @@ class Server(uvicorn.Server):
 def serve(service: Service, options: Options, listening: socket.socket) -> None:
     """Serve requests until a signal arrives and the running requests are finished."""
     _allow_many_connections()
-    _limit_gil_waits()
-    Server(service, options).run(sockets=[listening])
-
-
-def _limit_gil_waits() -> None:
-    """Reduce the time for which the event loop waits for the GIL.
-
-    The event loop takes the GIL after every system call and waits up to the switch interval for a busy thread. Frozen
-    objects, here all imported modules, are skipped by the garbage collector, which holds the GIL.
-    """
+    # The event loop takes the GIL after every system call and waits up to this interval for a busy thread.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    keep_existing_objects()
+    keep_existing_objects()  # the garbage collector, which holds the GIL, skips all imported modules
+    Server(service, options).run(sockets=[listening])
 
 
 def _allow_many_connections() -> None:
