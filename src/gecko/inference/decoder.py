@@ -148,7 +148,10 @@ class Decoder:
         """Allocate the slots for states like ``state``, unless there are some, and pack the weights."""
         if self._all is None:
             self._dtypes = [tensor.dtype for tensor in state.tensors().values()]
-            self._all = _new_slots(_with_window(state, self._window_dtype), min(self.capacity, FIRST_SLOTS))
+            if (dtype := self._window_dtype) is not None:
+                mixers = [replace(x, attention=x.attention.map(lambda window: window.to(dtype))) for x in state.mixers]
+                state = replace(state, mixers=tuple(mixers))
+            self._all = _new_slots(state, min(self.capacity, FIRST_SLOTS))
         self._all = replace(self._all, model=state.model)
         self._pack()
 
@@ -202,14 +205,6 @@ def _ends(model: Gecko) -> Hashable:
     """Return the identity of the first and last weights only. This is fast enough to check it at every token."""
     ends = (model.embedding.weight, model.head.weight)
     return identity(tensor for weight in ends for tensor in plain_tensors(weight))
-
-
-def _with_window(state: GeckoState, dtype: torch.dtype | None) -> GeckoState:
-    """Return ``state`` with the attention window in ``dtype``."""
-    if dtype is None:
-        return state
-    mixers = [replace(mixer, attention=mixer.attention.map(lambda x: x.to(dtype))) for mixer in state.mixers]
-    return replace(state, mixers=tuple(mixers))
 
 
 def _new_slots(state: GeckoState, count: int) -> GeckoState:

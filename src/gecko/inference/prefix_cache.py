@@ -99,14 +99,11 @@ class PrefixCache:
         self._entries[key] = entry.copy()
         self._tails[key[0]].add(key[1])
         while self.bytes > self.max_bytes:
-            self._evict()
-
-    def _evict(self) -> None:
-        (chunks, tail), entry = self._entries.popitem(last=False)
-        self.bytes -= entry.bytes
-        self._tails[chunks].remove(tail)
-        if not self._tails[chunks]:
-            del self._tails[chunks]
+            (chunks, tail), evicted = self._entries.popitem(last=False)
+            self.bytes -= evicted.bytes
+            self._tails[chunks].remove(tail)
+            if not self._tails[chunks]:
+                del self._tails[chunks]
 
     def _longest(self, hashes: list[bytes], prompt: Tensor, chunk_size: int) -> tuple[int, Key] | None:
         """Return the length and the key of the longest cached prefix."""

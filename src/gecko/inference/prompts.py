@@ -104,7 +104,9 @@ class PromptPrefill:
 
     def tokens(self, piece: int) -> Tensor:
         """Return the tokens to read next, (n,) int64, up to the next multiple of ``piece``."""
-        return self._prompt[self._read : self._next_border(piece)].to(self._device)
+        kept = (border for border in self._borders if border > self._read)
+        end = min(len(self._prompt), self._read + piece - self.position % piece, *kept)
+        return self._prompt[self._read : end].to(self._device)
 
     def take(self, tokens: Tensor, hidden: Tensor, state: GeckoState) -> Prefill | None:
         """Take the inputs of the head (n, D) and the state that the model returned for the next tokens (n,).
@@ -123,10 +125,6 @@ class PromptPrefill:
             return None
         scores = None if self._scorer is None else self._scorer.result()
         return Prefill(state, logits, self._seen(), scores)
-
-    def _next_border(self, piece: int) -> int:
-        kept = (border for border in self._borders if border > self._read)
-        return min(len(self._prompt), self._read + piece - self.position % piece, *kept)
 
     def _seen(self) -> Tensor:
         seen = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device="cpu")

@@ -87,7 +87,14 @@ class Request:
         for _ in pieces(config, [self.prompt], self.state, piece=self.prompt.numel()):
             pass
         check_new_tokens(self.max_new_tokens, self.sampling, config)
-        self._check_stops(config)
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be in 0..{self.max_new_tokens}, max_new_tokens; got {self.min_new_tokens}."
+            )
+        if self.min_new_tokens and (self.stop_tokens | self.sampling.excluded).issuperset(range(config.vocab_size)):
+            raise ValueError(
+                "stop_tokens and logit_bias must leave a token to draw before min_new_tokens; got the whole vocabulary."
+            )
         check_seed(self.seed)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
@@ -99,16 +106,6 @@ class Request:
             raise ValueError(
                 f"a constraint must be compiled for the model's vocabulary of {config.vocab_size}; "
                 f"got one for {self.constraint.vocab_size}."
-            )
-
-    def _check_stops(self, config: GeckoConfig) -> None:
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens must be in 0..{self.max_new_tokens}, max_new_tokens; got {self.min_new_tokens}."
-            )
-        if self.min_new_tokens and (self.stop_tokens | self.sampling.excluded).issuperset(range(config.vocab_size)):
-            raise ValueError(
-                "stop_tokens and logit_bias must leave a token to draw before min_new_tokens; got the whole vocabulary."
             )
 
 
