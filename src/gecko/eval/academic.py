@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from torch import Tensor
 from tqdm import tqdm
 
 from gecko.data import document_ids
@@ -82,7 +81,7 @@ class HarnessModel(TemplateLM):
         """Return the log-probabilities of whole texts, each token given all of the text before it."""
         found = []
         for request in tqdm(requests, "scoring", disable=disable_tqdm or None):
-            pieces = self._model.losses(_blocks(document_ids(self._model.tokenizer, request.args[0])))
+            pieces = self._model.losses(document_ids(self._model.tokenizer, request.args[0]).split(_BLOCK))
             found.append(-sum(float(losses.double().sum()) for losses in pieces))
         return found
 
@@ -98,10 +97,6 @@ class HarnessModel(TemplateLM):
             reading = self._model.read(document_ids(self._model.tokenizer, context))
             found.append(self._model.write(reading, int(limit), [stop for stop in stops if stop]))
         return found
-
-
-def _blocks(tokens: Tensor) -> Iterator[Tensor]:
-    yield from tokens.split(_BLOCK)
 
 
 SUBJECT = "mmlu_"
@@ -160,9 +155,14 @@ def academic(
     require("lm_eval", "eval")
     # The harness warns about every setting that is not the default.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    specs, notes = _from_hub(tasks or list(TASKS)) if data is None else _from_files(data, tasks)
-    loaded = _load(specs, seed) if data is not None else _load_from_hub(specs, seed)
-    ran = _evaluate(model, loaded, limit)
+    if data is None:
+        specs = [{"task": name, "num_fewshot": TASKS[name].shots, **_metrics(name)} for name in tasks or TASKS]
+        notes, loaded = list[str](), _load_from_hub(specs, seed)
+    else:
+        specs, notes = _from_files(data, tasks)
+        loaded = _load(specs, seed)
+    evaluator = require("lm_eval.evaluator", "eval")
+    ran = evaluator.evaluate(HarnessModel(model), {"tasks": loaded}, limit=limit, bootstrap_iters=0)
     scores = [score for name in ran["samples"] for score in _scores(name, ran["samples"][name], seed)]
     scores += _all_subjects(ran["samples"])
     if limit is not None:
@@ -170,10 +170,6 @@ def academic(
     settings = {"tasks": list(ran["samples"]), "data": None if data is None else data.name, "limit": limit}
     shots = {name: task.config.num_fewshot for name, task in loaded.items()}
     return Results("academic", scores, settings | {"shots": shots}, seed, notes, {"versions": ran["versions"]})
-
-
-def _from_hub(tasks: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    return [{"task": name, "num_fewshot": TASKS[name].shots, **_metrics(name)} for name in tasks], []
 
 
 def _metrics(name: str) -> dict[str, Any]:
@@ -281,11 +277,6 @@ def _load_from_hub(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, A
             f"the data of {', '.join(spec['task'] for spec in specs)} must be on this machine, or the hub must be "
             f"reachable; got: {error}. With --data FOLDER, files such as piqa_val.arrow in a folder are used."
         ) from error
-
-
-def _evaluate(model: ScoredModel[Any], tasks: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-    evaluator = require("lm_eval.evaluator", "eval")
-    return evaluator.evaluate(HarnessModel(model), {"tasks": dict(tasks)}, limit=limit, bootstrap_iters=0)
 
 
 def _scores(name: str, samples: Sequence[Mapping[str, Any]], seed: int) -> list[Score]:

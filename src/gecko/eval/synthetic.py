@@ -160,10 +160,6 @@ def _asked(tokens: Tensor, questions: Tensor, answers: Tensor, places: Tensor) -
     return targets, sources
 
 
-def as_settings(size: TaskSize) -> dict[str, Any]:
-    return dict(vars(size))
-
-
 _TEST_SEED = 2**32
 """Offset of the test's seeds, so that no test row occurs in training."""
 
@@ -225,7 +221,7 @@ def diagnose(
     model = Gecko(diagnosis.model).to(device)
     losses = _train(task, model, diagnosis, report)
     settings = {
-        "task": task, "size": as_settings(diagnosis.size), "steps": diagnosis.steps,
+        "task": task, "size": dict(vars(diagnosis.size)), "steps": diagnosis.steps,
         "batch_size": diagnosis.batch_size, "learning_rate": diagnosis.learning_rate,
         "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup, "growth": diagnosis.growth,
         "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),

@@ -323,14 +323,5 @@ def _comparison(name: str, model: ModelConfig) -> Run:
     )
 
 
-RECIPES: dict[str, Callable[[], Run]] = {
-    "tiny": tiny,
-    "books": books,
-    "gecko_15m": gecko_15m,
-    "gecko_125m": gecko_125m,
-    "gecko_1b": gecko_1b,
-    "gecko_7b": gecko_7b,
-    "megalodon_7b": megalodon_7b,
-    "llama2_7b": llama2_7b,
-    **COMPARISON,
-}
+_PRETRAINING = (tiny, books, gecko_15m, gecko_125m, gecko_1b, gecko_7b, megalodon_7b, llama2_7b)
+RECIPES: dict[str, Callable[[], Run]] = {recipe.__name__: recipe for recipe in _PRETRAINING} | COMPARISON

@@ -157,16 +157,21 @@ def write_report(run: Run, facts: RunFacts) -> Path:
     commands, generate = [Listing(run.command(), "Train the same run again:")], _generate_command(run, facts.prompt)
     if generate is not None:
         commands.append(Listing(generate, "Write with the trained model:"))
+    settings = {name: value for name, value in flatten(run.to_dict()).items() if name != "overrides"}
     sections = [
         *_losses(run, facts, training, validation),
         *([Section("Learning rate, gradient norm and speed", note, steps)] if steps else []),
         Section("A sample", prompt, texts=[Listing(facts.sample, bold=facts.prompt)]),
         Section("Numbers", tables=[pairs("", _numbers(run, facts, training))]),
         Section("Hardware and code", tables=[pairs("", {**facts.hardware, "Gecko": code_name(code_version())})]),
-        Section("Settings", tables=settings_tables(_settings(run))),
+        Section("Settings", tables=settings_tables(settings)),
         Section("Commands", texts=commands),
     ]  # fmt: skip
-    write_page(run.folder / REPORT, f"Training report: {run.folder.name}", _summary(run, facts), sections)
+    summary = (
+        f"{facts.parameters:,} parameters, {run.steps:,} steps on {', '.join(run.data.sources) or run.data.source}: "
+        f"held-out loss {facts.evaluation.nats_per_byte:.3f} nats per byte of text."
+    )
+    write_page(run.folder / REPORT, f"Training report: {run.folder.name}", summary, sections)
     return run.folder / REPORT
 
 
@@ -179,18 +184,13 @@ def _generate_command(run: Run, prompt: str) -> str | None:
     return shlex.join(["gecko", "generate", str(run.folder), "--prompt", prompt])
 
 
-def _summary(run: Run, facts: RunFacts) -> str:
-    return (
-        f"{facts.parameters:,} parameters, {run.steps:,} steps on {', '.join(run.data.sources) or run.data.source}: "
-        f"held-out loss {facts.evaluation.nats_per_byte:.3f} nats per byte of text."
-    )
-
-
 def _losses(run: Run, facts: RunFacts, training: Sequence[Record], validation: Sequence[Record]) -> list[Section]:
     result, chunk = facts.evaluation, run.model.chunk_size
+    smoothing = "" if len(_points(training, "loss")) < _FEW else "Smoothed: means over a fiftieth of the run. "
+    # There may be fewer than ``evaluation.rows``.
+    rows = max((len(record.get("row_losses", ())) for record in validation), default=0)
     by_step = (
-        f"Loss in nats per token. {_smoothing(training)}Held out: the same {_rows_of(validation)} rows each time, of "
-        "documents not trained on."
+        f"Loss in nats per token. {smoothing}Held out: the same {rows} rows each time, of documents not trained on."
     )
     by_position = (
         f"Held-out loss of the finished model, mean over {result.tokens:,} tokens in groups of {result.bin_width} "
@@ -204,16 +204,6 @@ def _losses(run: Run, facts: RunFacts, training: Sequence[Record], validation: S
     ]
 
 
-def _smoothing(training: Sequence[Record]) -> str:
-    few = len(_points(training, "loss")) < _FEW
-    return "" if few else "Smoothed: means over a fiftieth of the run. "
-
-
-def _rows_of(validation: Sequence[Record]) -> int:
-    """Return the number of held-out rows, which may be smaller than ``evaluation.rows``."""
-    return max((len(record.get("row_losses", ())) for record in validation), default=0)
-
-
 def _borders(result: Evaluation, chunk: int | None) -> str:
     if chunk is None:
         return ""
@@ -224,6 +214,7 @@ def _borders(result: Evaluation, chunk: int | None) -> str:
 
 def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str, str]:
     taken = [record for record in training if "skipped" not in record]
+    tokens = sum(run.tokens_before(record["step"]) - run.tokens_before(record["step"] - 1) for record in taken)
     numbers = {
         "Held-out loss": (
             f"{facts.evaluation.nats_per_byte:.4f} nats per byte, {facts.evaluation.loss:.4f} nats per token"
@@ -232,7 +223,7 @@ def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str,
         "Held-out tokens": f"{facts.evaluation.tokens:,}",
         "Parameters": f"{facts.parameters:,}",
         "Steps": f"{len(training):,}, of which skipped: {len(training) - len(taken)}",
-        "Tokens trained on": f"{_tokens(run, taken):,}",
+        "Tokens trained on": f"{tokens:,}",
     }
     if taken:
         speed = statistics.median(record["tokens_per_second"] for record in taken)
@@ -240,15 +231,6 @@ def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str,
         numbers["Tokens/s, median"] = f"{speed:,.0f}"
         numbers["Last training loss"] = f"{taken[-1]['loss']:.4f} nats per token"
     return numbers
-
-
-def _tokens(run: Run, steps: Sequence[Record]) -> int:
-    """Return the tokens of the batches of these steps."""
-    return sum(run.tokens_before(record["step"]) - run.tokens_before(record["step"] - 1) for record in steps)
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in flatten(run.to_dict()).items() if name != "overrides"}
 
 
 def finish_run(

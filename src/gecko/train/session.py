@@ -53,7 +53,7 @@ from gecko.train.prepare import Beginning, Process, fixed_settings, launch
 from gecko.train.run import Run
 from gecko.train.step import carried_state
 from gecko.train.throughput import describe_hardware
-from gecko.train.trainer import Sinks, Trainer, TrainingProgress
+from gecko.train.trainer import Trainer, TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,10 @@ def _fit(
         saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record, carried))
         if recovered is not None:  # a state that is in memory only would be lost with the next node
             saver.save(model, optimizer, position)
-        sinks = Sinks(saver, display, metrics, beat, copies)
-        trainer = Trainer(run, model, optimizer, batches, data.held_out, position, sinks, ranks, clock, carried)
+        trainer = Trainer(
+            run, model, optimizer, carried, position, batches, data.held_out, ranks, clock, saver, display, metrics,
+            beat, copies,
+        )  # fmt: skip
         trainer.fit(stop)
         if copies is not None:
             copies.clear()

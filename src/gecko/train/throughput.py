@@ -129,21 +129,17 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-class ThroughputMeter:
-    """Converts a run's tokens/s into MFU."""
-
-    def __init__(self, run: Run, device: torch.device, devices: int) -> None:
-        dtype = torch.bfloat16 if is_half(run.precision) else torch.float32
-        self._per_token = flops_per_token(run.model, run.sequence_length) / (devices * peak_flops(device, dtype))
-
-    def utilisation(self, tokens_per_second: float) -> float:
-        return tokens_per_second * self._per_token
+def mfu_per_speed(run: Run, device: torch.device, devices: int) -> float:
+    """Return the MFU of a run at one token per second."""
+    dtype = torch.bfloat16 if is_half(run.precision) else torch.float32
+    return flops_per_token(run.model, run.sequence_length) / (devices * peak_flops(device, dtype))
 
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Return the best FLOP/s of a few measurements. They take some hundredths of a second, on a slow GPU seconds."""
-    size, products = _measured_work(device)
+    # On a GPU the products are so large that launch overhead is negligible.
+    size, products = (8192, 4) if device.type == "cuda" else (768, 1)
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(4):
@@ -154,11 +150,6 @@ def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> f
         _wait(device)
         seconds.append(time.perf_counter() - begin)
     return products * 2 * size**3 / min(seconds)
-
-
-def _measured_work(device: torch.device) -> tuple[int, int]:
-    """Return matrix size and number of products; on a GPU they are so large that launch overhead is negligible."""
-    return (8192, 4) if device.type == "cuda" else (768, 1)
 
 
 def _wait(device: torch.device) -> None:

@@ -45,21 +45,7 @@ from gecko.train.step import (
     split_batch,
     start_step,
 )
-from gecko.train.throughput import ProfileWindow, ThroughputMeter, memory_gib
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """Destinations of a run's metrics and checkpoints."""
-
-    saver: Checkpointer
-    display: TrainingProgress
-    metrics: MetricsWriter | None
-    """None on all ranks but the first."""
-    beat: Callable[[], None]
-    """Reports progress to the watchdog, if there is one."""
-    copies: NodeCopies | None
-    """None without copies in the memory of the nodes."""
+from gecko.train.throughput import ProfileWindow, memory_gib, mfu_per_speed
 
 
 @dataclass
@@ -78,38 +64,41 @@ class _InFlight:
     seconds: float = 0.0
 
 
+@dataclass
 class Trainer:
     """Training loop of a run. Every rank has one, and all call it together.
 
     Without a number of steps, the first rank's ``clock`` says when the decay begins, which fixes the number.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        model: LanguageModel,
-        optimizer: torch.optim.Optimizer,
-        batches: Prefetcher,
-        held_out: HeldOut,
-        position: TrainerState,
-        sinks: Sinks,
-        ranks: Ranks,
-        clock: RunClock,
-        carried: CarriedState | None = None,
-    ) -> None:
-        self.run, self.clock = run, clock
-        self.model, self.optimizer = model, optimizer
-        self.batches, self.held_out = batches, held_out
-        self.position, self.carried = position, carried
-        self.sinks, self.ranks = sinks, ranks
-        self.device = next(model.parameters()).device
+    run: Run
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    carried: CarriedState | None
+    position: TrainerState
+    batches: Prefetcher
+    held_out: HeldOut
+    ranks: Ranks
+    clock: RunClock
+    saver: Checkpointer
+    display: TrainingProgress
+    metrics: MetricsWriter | None
+    """None on all ranks but the first."""
+    beat: Callable[[], None]
+    """Reports progress to the watchdog, if there is one."""
+    copies: NodeCopies | None
+    """None without copies in the memory of the nodes."""
+
+    def __post_init__(self) -> None:
+        run, position = self.run, self.position
+        self.device = next(self.model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
-        self._flags = DelayedSum(ranks)
+        self._flags = DelayedSum(self.ranks)
         self._pending: _InFlight | None = None
         self._mark: float | None = None
         """Time up to which steps have been timed; None if no step is being timed."""
-        self._profile = ProfileWindow(run.profile, run.folder / "profile", ranks.rank)
-        self._speed = ThroughputMeter(run, self.device, ranks.world)
+        self._profile = ProfileWindow(run.profile, run.folder / "profile", self.ranks.rank)
+        self._mfu_per_speed = mfu_per_speed(run, self.device, self.ranks.world)
         self._saved: int | None = position.step or None
         self._overdue = False
         """Whether a checkpoint was due during a streak of skipped steps."""
@@ -137,7 +126,7 @@ class Trainer:
                 self._save()
         if self.position.step == self.run.steps and not self.position.consecutive_skips and self._finite_held_out:
             self._drop_older()
-        self.sinks.saver.wait()
+        self.saver.wait()
 
     @property
     def next_step(self) -> int:
@@ -149,13 +138,13 @@ class Trainer:
 
         Several ranks learn a step later of a request or failure, so that no rank waits for another here.
         """
-        self.sinks.beat()
+        self.beat()
         done = self.next_step - 1
         late = self.run.steps is None and self.ranks.is_main and self.clock.has_to_decay(self.run, done)
-        flags = stop.requested is not None, self.sinks.saver.failed, late
+        flags = stop.requested is not None, self.saver.failed, late
         stopped, failed, decays = self._flags(torch.tensor(flags, dtype=torch.int32, device="cpu"))
         if failed:
-            self.sinks.saver.wait()
+            self.saver.wait()
         if self.run.steps is None and decays and not stopped:
             self._decay_after(done)
         return not stopped and (self.run.steps is None or done < self.run.steps)
@@ -166,8 +155,8 @@ class Trainer:
         late = self.run.profile is not None and self.run.profile[0] > done + decay
         fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}", *(["profile=none"] if late else [])]
         self.run = self.run.with_settings(*fixed)
-        self.sinks.saver.use(self.run)
-        self.sinks.display.say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
+        self.saver.use(self.run)
+        self.display.say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
 
     def _due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self.run.steps
@@ -180,14 +169,11 @@ class Trainer:
         self._overdue |= self._due(self.run.checkpoint.every, step)
         # During a streak of skipped steps the weights may be bad. The save after the loop ignores this.
         if not self.position.consecutive_skips:
-            self._copy()
+            every = self.run.checkpoint.memory_every
+            if self.copies is not None and every is not None and self._due(every, step):
+                self.copies.save(self.model, self.optimizer, self.position)
             if self._overdue:
                 self._save()
-
-    def _copy(self) -> None:
-        every, copies = self.run.checkpoint.memory_every, self.sinks.copies
-        if every is not None and copies is not None and self._due(every, self.position.step):
-            copies.save(self.model, self.optimizer, self.position)
 
     def _step(self) -> None:
         """Start the next step, then finish the one before it, while the device computes."""
@@ -263,15 +249,15 @@ class Trainer:
     def _drop_older(self) -> None:
         """Remove old checkpoints, once a step was taken from the newest one."""
         if self._unproven:
-            self.sinks.saver.drop_older(self._saved or 0)
+            self.saver.drop_older(self._saved or 0)
             self._unproven = False
 
     def _give_up(self, cause: str) -> NoReturn:
-        self.sinks.saver.wait()
-        if self.sinks.copies is not None:  # they hold the weights that led here
-            self.sinks.copies.clear()
+        self.saver.wait()
+        if self.copies is not None:  # they hold the weights that led here
+            self.copies.clear()
         taken = self.position.step - self.position.consecutive_skips
-        folder, limit = self.sinks.saver.folder, self.run.max_skips
+        folder, limit = self.saver.folder, self.run.max_skips
         self.ranks.main(lambda: skip_failure(self.position, limit, cause, set_aside(folder, taken)))
         raise AssertionError("skip_failure raises")
 
@@ -304,24 +290,24 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "learning_rate": pending.rate,
             "tokens_per_second": speed,
-            "mfu": self._speed.utilisation(speed),
+            "mfu": speed * self._mfu_per_speed,
             "memory_gib": memory_gib(self.device),
             "data_seconds": pending.waited,
             "seconds": self.position.seconds,
             "skips": self.position.skipped,
         }
         self._write("train", values if cause is None else {**values, "skipped": cause})
-        self.sinks.display.update(step, self.run.steps, result.loss, speed)
+        self.display.update(step, self.run.steps, result.loss, speed)
         if cause is not None:
-            self.sinks.display.say(f"step {step} skipped: {cause}")
+            self.display.say(f"step {step} skipped: {cause}")
 
     def _write(self, kind: Kind, values: Mapping[str, Any]) -> None:
-        if self.sinks.metrics is not None:
-            self.sinks.metrics.write(kind, self.position.step, values)
+        if self.metrics is not None:
+            self.metrics.write(kind, self.position.step, values)
 
     def _evaluate(self) -> None:
         begin = self.clock.now()
-        result = evaluate(self.model, self.held_out, self.run.precision, self.ranks, self.sinks.beat)
+        result = evaluate(self.model, self.held_out, self.run.precision, self.ranks, self.beat)
         seconds = self.clock.now() - begin
         self.clock.took("evaluation", seconds)
         self.position = dataclasses.replace(self.position, seconds=self.position.seconds + seconds)
@@ -329,14 +315,13 @@ class Trainer:
         self._write("validation", dataclasses.asdict(result))
         end = "" if self.run.steps is None else f" of {self.run.steps}"
         loss = f"held-out loss {result.loss:.4f} nats per token{result.note}"
-        self.sinks.display.say(f"step {self.position.step}{end}: {loss}")
+        self.display.say(f"step {self.position.step}{end}: {loss}")
 
     def _save(self) -> None:
-        self.sinks.beat()
+        self.beat()
         begin = self.clock.now()
-        metrics = self.sinks.metrics
-        self.ranks.run_or_abort_all((lambda: None) if metrics is None else metrics.flush)
-        self.sinks.saver.save(self.model, self.optimizer, self.position)
+        self.ranks.run_or_abort_all((lambda: None) if self.metrics is None else self.metrics.flush)
+        self.saver.save(self.model, self.optimizer, self.position)
         self.clock.took("checkpoint", self.clock.now() - begin)
         self._saved, self._overdue, self._unproven = self.position.step, False, True
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,8 @@ class ShardWriter:
         self._planner.forget()
 
 
+T = TypeVar("T")
+
 _SLICE = 1.0
 """Seconds between two calls of ``beat``."""
 
@@ -146,7 +148,10 @@ class Checkpointer:
             )
             return
         self.wait()
-        partial = self.ranks.main(lambda: self._begin(position.step))
+        try:
+            partial = self.ranks.main(lambda: begin_checkpoint(self.folder, position.step))
+        except OSError as error:
+            raise write_failure(self.folder, position.step, error) from error
         random = random_state()
         lanes = {} if self._carried is None else self._carried.tensors()
         shards = self._shards.start(partial, {**training_tensors(model, optimizer), **lanes})
@@ -197,58 +202,37 @@ class Checkpointer:
             settings = self.run.checkpoint
             keep_newest(self.folder, step, settings.keep, settings.keep_every, lowest_loss)
 
-    def _begin(self, step: int) -> Path:
-        """Create the folder and return it."""
-        try:
-            return begin_checkpoint(self.folder, step)
-        except OSError as error:
-            raise write_failure(self.folder, step, error) from error
-
     def _complete(
         self, partial: Path, shards: Future[Any], position: TrainerState, random: Mapping[str, Tensor]
     ) -> None:
         """Wait, in the thread, for the files of all ranks; then the first rank completes the checkpoint."""
-        parts = self._gather(self._written(partial, shards))
-        error = next((found for found, _ in parts if found is not None), None)
-        if error is None:
-            done = self._complete_first(partial, position, random, [part for _, part in parts])
-            error = self._gather(done)[0]
-        if error is not None:
-            raise write_failure(self.folder, position.step, RuntimeError(error))
 
-    def _written(self, partial: Path, shards: Future[Any]) -> tuple[str | None, Entries]:
-        """Return an error message or None, and the manifest entries of this rank's files."""
-        error = _failure(shards)
-        if error is not None:
-            return error, {}
-        try:
-            return None, flushed_entries(partial, (partial / SHARDS).glob(f"shard-{self.ranks.rank + 1:05d}-*"))
-        except OSError as failure:
-            return str(failure), {}
+        def written() -> Entries:
+            shards.result()
+            return flushed_entries(partial, (partial / SHARDS).glob(f"shard-{self.ranks.rank + 1:05d}-*"))
 
-    def _complete_first(
-        self, partial: Path, position: TrainerState, random: Mapping[str, Tensor], parts: list[Entries]
-    ) -> str | None:
-        """Write the small files and the manifest on the first rank, and rename the folder. Return an error or None."""
-        if not self.ranks.is_main:
-            return None
+        parts = self._on_all_ranks(position.step, written)
+
+        def completed() -> None:
+            if self.ranks.is_main:
+                write_small_files(partial, self.run, position, random, self.data)
+                small = flushed_entries(partial, [path for path in all_files(partial) if path.parent == partial])
+                complete_checkpoint(partial, position.step, {k: v for part in (*parts, small) for k, v in part.items()})
+
+        self._on_all_ranks(position.step, completed)
+
+    def _on_all_ranks(self, step: int, work: Callable[[], T]) -> list[T]:
+        """Return the results of ``work()`` on all ranks. If it fails on one, all raise OSError."""
+        found: tuple[T | None, str | None]
         try:
-            write_small_files(partial, self.run, position, random, self.data)
-            small = flushed_entries(partial, [path for path in all_files(partial) if path.parent == partial])
-            complete_checkpoint(partial, position.step, {k: v for part in (*parts, small) for k, v in part.items()})
+            found = work(), None
+        except CheckpointException as failure:  # not a subclass of Exception
+            found = None, "; ".join(str(error) for error, _ in failure.failures.values())
         except Exception as error:
-            return str(error)
-        return None
-
-    def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.ranks.world
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-
-def _failure(work: Future[Any]) -> str | None:
-    """Return the error message of ``work`` once it ends, or None. DCP's error class is not a subclass of Exception."""
-    error = work.exception()
-    if isinstance(error, CheckpointException):
-        return "; ".join(str(found) for found, _ in error.failures.values())
-    return None if error is None else str(error)
+            found = None, str(error)
+        results: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(results, found, group=self._group)
+        message = next((message for _, message in results if message is not None), None)
+        if message is not None:
+            raise write_failure(self.folder, step, RuntimeError(message))
+        return [result for result, _ in results]

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,6 @@ _ABOUT = "gecko"
 
 Key = tuple[int, int]
 """Step, and index of the shard: of the rank among those that share a replica."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A copy on this rank's node."""
-
-    path: Path
-    position: dict[str, Any]
-    """Fields of the ``TrainerState``."""
 
 
 class NodeCopies:
@@ -115,19 +106,20 @@ class NodeCopies:
             The state of the trainer; None if there is no such step. Model and optimizer are then unchanged.
         """
         held = self._held()
-        nodes = self._ranks.gather({key: one.position for key, one in held.items()})
+        nodes = self._ranks.gather({key: position for key, (_, position) in held.items()})
         steps = {step for here in nodes for step, _ in here if after < step <= until}
         whole = [step for step in steps if all(any((step, shard) in here for here in nodes) for shard in self._shards)]
         if not whole:
             return None
         step = max(whole)
-        self._kept = [one.path for key, one in held.items() if key[0] == step and one.path.name.startswith(self._name)]
-        values = self._values(step, held, [set(here) for here in nodes], _tensors(model, optimizer))
+        paths = {key: path for key, (path, _) in held.items()}
+        self._kept = [path for key, path in paths.items() if key[0] == step and path.name.startswith(self._name)]
+        values = self._values(step, paths, [set(here) for here in nodes], _tensors(model, optimizer))
         _load(values, model, optimizer)
         return build(TrainerState, next(fields for here in nodes for key, fields in here.items() if key[0] == step))
 
     def _values(
-        self, step: int, held: Mapping[Key, Held], nodes: Sequence[set[Key]], like: Mapping[str, Tensor]
+        self, step: int, paths: Mapping[Key, Path], nodes: Sequence[set[Key]], like: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return this rank's tensors of ``step``, from its node or from the first rank whose node has them."""
         for rank in range(self._ranks.world):
@@ -136,7 +128,7 @@ class NodeCopies:
                 continue
             source = next(other for other, here in enumerate(nodes) if key in here)
             if self._ranks.rank == source:
-                for _, tensor in sorted(load_file(held[key].path).items()):
+                for _, tensor in sorted(load_file(paths[key]).items()):
                     if tensor.numel():  # the last ranks have no rows of a small tensor
                         dist.send(tensor, rank, group=self._ranks.control)
             if self._ranks.rank == rank:
@@ -144,11 +136,11 @@ class NodeCopies:
                 for tensor in received.values():
                     if tensor.numel():
                         dist.recv(tensor, source, group=self._ranks.control)
-        own = held.get((step, self._shard))
-        return received if own is None else load_file(own.path)
+        own = paths.get((step, self._shard))
+        return received if own is None else load_file(own)
 
-    def _held(self) -> dict[Key, Held]:
-        """Return the sound copies of this run on this rank's node."""
+    def _held(self) -> dict[Key, tuple[Path, dict[str, Any]]]:
+        """Return path and fields of the ``TrainerState`` of each sound copy of this run on this rank's node."""
         found = {}
         for path in sorted(self._folder.glob("local-*.safetensors")):
             try:
@@ -157,7 +149,7 @@ class NodeCopies:
             except (OSError, SafetensorError, ValueError):
                 continue  # another rank's, which is just being removed
             if about.get("identity") == self._identity:
-                found[about["step"], about["shard"]] = Held(path, about["position"])
+                found[about["step"], about["shard"]] = path, about["position"]
         return found
 
     def clear(self) -> None:
