@@ -19,14 +19,14 @@ from support.whole_runs import losses
 import gecko
 from gecko.io.checkpoints import list_checkpoints, read_manifest, verify_files
 from gecko.train import CheckpointSettings, ParallelSettings, Run, train
-from gecko.train.checkpoints.content import checkpoints_folder, write_model
+from gecko.train.checkpoints.content import write_model
 from gecko.train.checkpoints.folders import latest_checkpoint, write_manifest
 from gecko.train.finish import write_report
 from gecko.train.metrics import read_metrics
 
 
 def kept(run: Run) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(checkpoints_folder(run)))
+    return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(run.checkpoints_folder))
 
 
 def test_four_ranks_then_two_then_one_then_four(jobs: Jobs, run_in: Callable[..., Run]) -> None:
@@ -53,7 +53,7 @@ def test_resumed_by_as_many_ranks_it_is_the_same_run_bit_for_bit(jobs: Jobs, run
     jobs.run(2, work.train_run, stopped, True)
     assert np.array_equal(losses(stopped), losses(whole))
     for name in ("shards/shard-00001-model-00001-of-00001", "shards/shard-00002-model-00001-of-00001", "model"):
-        files = [checkpoints_folder(run) / "step-00000020" / f"{name}.safetensors" for run in (whole, stopped)]
+        files = [run.checkpoints_folder / "step-00000020" / f"{name}.safetensors" for run in (whole, stopped)]
         left, right = map(work.file_of, files)
         assert left.keys() == right.keys() and len(left) > 10
         assert all(torch.equal(left[key], right[key]) for key in left)
@@ -68,7 +68,7 @@ def test_all_saves_have_one_plan_and_the_same_memory(jobs: Jobs, run_in: Callabl
     jobs.run(2, work.train_run, once)
     for rank in (1, 2):
         name = f"step-00000009/shards/shard-0000{rank}-model-00001-of-00001.safetensors"
-        left, right = (work.file_of(checkpoints_folder(run) / name) for run in (thrice, once))
+        left, right = (work.file_of(run.checkpoints_folder / name) for run in (thrice, once))
         assert left.keys() == right.keys() and len(left) > 10
         assert all(torch.equal(left[key], right[key]) for key in left)
 
@@ -77,7 +77,7 @@ def test_the_joined_model_has_the_logits_of_the_parts(
     jobs: Jobs, trained: Run, run_in: Callable[..., Run], tmp_path: Path
 ) -> None:
     """Joining by hand and at the end of training gives equal weights, whose logits equal those of the sharded model."""
-    checkpoint = latest_checkpoint(checkpoints_folder(trained))
+    checkpoint = latest_checkpoint(trained.checkpoints_folder)
     assert checkpoint is not None
     write_model(checkpoint, tmp_path / "joined")
     tokens = torch.arange(24).reshape(2, 12)
@@ -96,7 +96,7 @@ def test_a_tied_model_is_joined(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     """Also at the end of its run. The weight shared by embedding and head is written once."""
     run = run_in("tied", steps=2, model=replace(BYTE_MODEL, tie_embedding=True))
     jobs.run(2, work.train_run, run, False, write_report)
-    checkpoint = latest_checkpoint(checkpoints_folder(run))
+    checkpoint = latest_checkpoint(run.checkpoints_folder)
     assert checkpoint is not None and "<svg" in (run.folder / "report.html").read_text(encoding="utf-8")
     model = gecko.load(checkpoint)
     assert model.head.weight is model.embedding.weight
@@ -107,7 +107,7 @@ def test_a_tied_model_is_joined(jobs: Jobs, run_in: Callable[..., Run]) -> None:
 
 def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kill comes after the model's files are written and before the manifest lists them."""
-    checkpoint = latest_checkpoint(checkpoints_folder(trained))
+    checkpoint = latest_checkpoint(trained.checkpoints_folder)
     assert checkpoint is not None
     unjoin(checkpoint)
     monkeypatch.setattr("gecko.train.checkpoints.content.write_manifest", Mock(side_effect=KeyboardInterrupt))
@@ -130,7 +130,7 @@ def unjoin(checkpoint: Path) -> None:
 
 def test_damaged_parts_are_passed_over_by_all_ranks(jobs: Jobs, trained: Run) -> None:
     whole = np.array(losses(trained))
-    shard = checkpoints_folder(trained) / "step-00000008" / "shards" / "shard-00002-model-00001-of-00001.safetensors"
+    shard = trained.checkpoints_folder / "step-00000008" / "shards" / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
@@ -141,7 +141,7 @@ def test_damaged_parts_are_passed_over_by_all_ranks(jobs: Jobs, trained: Run) ->
 
 
 def test_an_unfinished_save_is_no_checkpoint(jobs: Jobs, trained: Run) -> None:
-    folder = checkpoints_folder(trained)
+    folder = trained.checkpoints_folder
     sound = list_checkpoints(folder)[0]
     sound.rename(folder / f".partial-{sound.name}")
     assert kept(trained) == [4]
@@ -167,7 +167,7 @@ def test_a_full_disk_under_one_rank_ends_all_and_loses_nothing(
     assert "step-00000004, is intact" in first.error
     assert second.error == "SystemExit: 2"
     assert kept(run) == [4]
-    verify_files(checkpoints_folder(run) / "step-00000004")
+    verify_files(run.checkpoints_folder / "step-00000004")
     assert [result["step"] for result in jobs.run(2, work.train_run, replace(run, steps=9), True)] == [9, 9]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import compile_jobs
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL
 from support.jobs import Exact, Jobs
@@ -19,7 +20,7 @@ from support.whole_runs import losses
 
 from gecko.models import LlamaConfig, ModelConfig
 from gecko.parallel.mesh import MeshSizes
-from gecko.train import CheckpointSettings, OptimizerSettings, Run, train
+from gecko.train import CheckpointSettings, OptimizerSettings, ParallelSettings, Run, train
 
 MESHES = {
     "shard-2": (2, {}),
@@ -227,3 +228,32 @@ def test_context_needs_whole_chunks(run_in: Callable[..., Run]) -> None:
 def test_compiled_blocks_are_not_recomputed_in_part(run_in: Callable[..., Run]) -> None:
     with pytest.raises(ValueError, match="none or full"):
         run_in("x", compile=True, activation_checkpointing="selective")
+
+
+def test_compiled_steps_on_context_ranks_are_those_of_plain_ones(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """Compare loss, gradient norm and every parameter after two steps, in float64, on both ranks."""
+    model = replace(run_in("x").model, num_layers=1)
+    plain = run_in("plain", context=2, model=model)
+    runs = [plain, replace(plain, activation_checkpointing="full")]
+    expected = jobs.run(2, work.exact_steps, [plain], 2)
+    for (want,), results in zip(expected, jobs.run(2, compile_jobs.compiled_steps, runs, 2), strict=True):
+        for got in results:
+            np.testing.assert_allclose(got["curve"], want["curve"], rtol=1e-9)
+            for name, value in want["parameters"].items():
+                np.testing.assert_allclose(got["parameters"][name], value, rtol=1e-6, atol=1e-8, err_msg=name)
+
+
+def test_one_rank_then_four_then_two(jobs: Jobs, run_in: Callable[..., Run]) -> None:
+    """Lanes are rows of the whole batch, so each session holds its part of those that the one before saved."""
+    small = run_in("one", steps=10)
+    one = replace(small, data=replace(small.data, carry_state=True), gradient_accumulation_steps=2)
+    changing = replace(one, output=str(one.folder.parent / "changing"))
+    jobs.run(1, work.train_run, one)
+    sessions: list[tuple[int, int | None, dict[str, int]]] = [
+        (1, 2, {}), (4, 4, {"context": 2}), (2, 6, {"context": 2}), (4, 8, {"replicate": 2}), (2, None, {})
+    ]  # fmt: skip
+    for ranks, end, parallel in sessions:
+        run = replace(changing, parallel=ParallelSettings(**parallel))
+        results = jobs.run(ranks, work.resumed_run, run, ranks - 1, end)
+        assert {result["step"] for result in results} == {end or 10}
+    np.testing.assert_allclose(losses(changing), losses(one), rtol=1e-5)

@@ -12,7 +12,6 @@ from support.jobs import Answer, Jobs
 from gecko.io.checkpoints import list_checkpoints
 from gecko.io.files import locked
 from gecko.train import Run
-from gecko.train.checkpoints.content import checkpoints_folder
 
 
 def refused(answers: list[Answer]) -> str:
@@ -25,7 +24,7 @@ def refused(answers: list[Answer]) -> str:
 def test_a_checkpoint_that_cannot_be_begun(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     run = run_in("x")
     run.folder.mkdir()
-    checkpoints_folder(run).write_text("not a folder")
+    run.checkpoints_folder.write_text("not a folder")
     said = refused(jobs.answers(2, work.train_run, run))
     assert said.startswith("FileExistsError: ") and "checkpoints must be a folder" in said
 
@@ -44,7 +43,7 @@ def test_steps_that_fail_on_all_ranks_while_a_checkpoint_is_written(jobs: Jobs, 
     poison = "blocks.1.feed_forward.fc2", 1, range(6, 20), float("nan")
     said = refused(jobs.answers(2, work.poisoned_run_on_a_slow_disk, run, *poison))
     assert said.startswith("NonFiniteError: steps 6 to 7 ")
-    assert [path.name for path in list_checkpoints(checkpoints_folder(run))] == ["step-00000004"]
+    assert [path.name for path in list_checkpoints(run.checkpoints_folder)] == ["step-00000004"]
 
 
 def test_a_step_that_fails_on_one_rank_while_a_checkpoint_is_written(jobs: Jobs, run_in: Callable[..., Run]) -> None:
@@ -53,7 +52,7 @@ def test_a_step_that_fails_on_one_rank_while_a_checkpoint_is_written(jobs: Jobs,
     first, second = jobs.answers(2, work.failing_run_on_a_slow_disk, run, 1, 6)
     assert first.error is not None and "losed by peer" in first.error
     assert second.error == "rank 1 ended with exit code 3"
-    assert [path.name for path in list_checkpoints(checkpoints_folder(run))] == ["step-00000004"]
+    assert [path.name for path in list_checkpoints(run.checkpoints_folder)] == ["step-00000004"]
 
 
 def test_a_folder_in_which_another_trains(jobs: Jobs, run_in: Callable[..., Run]) -> None:
@@ -97,6 +96,6 @@ def test_ranks_with_other_settings_do_not_resume_together(jobs: Jobs, trained: R
 
 
 def test_checkpoints_that_are_all_damaged(jobs: Jobs, trained: Run) -> None:
-    for checkpoint in list_checkpoints(checkpoints_folder(trained)):
+    for checkpoint in list_checkpoints(trained.checkpoints_folder):
         (checkpoint / "manifest.json").unlink()
     assert "must hold an undamaged checkpoint" in refused(jobs.answers(2, work.train_run, trained, True))

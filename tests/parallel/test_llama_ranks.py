@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
 from gecko.models import load_any
 from gecko.train import CheckpointSettings, ParallelSettings, Run
-from gecko.train.checkpoints.content import checkpoints_folder, write_model
+from gecko.train.checkpoints.content import write_model
 from gecko.train.checkpoints.folders import latest_checkpoint
 
 
@@ -37,7 +37,7 @@ def test_two_ranks_then_four_then_one(jobs: Jobs, run_in: Callable[..., Run], tm
     np.testing.assert_allclose(losses(changing), losses(one), rtol=1e-5)
     assert results[0]["evaluation"]["loss"] == pytest.approx(expected["evaluation"]["loss"], rel=1e-5)
     assert (changing.folder / "sample.txt").is_file()
-    newest = latest_checkpoint(checkpoints_folder(changing))
+    newest = latest_checkpoint(changing.checkpoints_folder)
     assert newest is not None
     write_model(newest, tmp_path / "joined")
     tokens = torch.arange(24).reshape(2, 12)

@@ -16,7 +16,6 @@ from support.whole_runs import losses
 
 from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.train import CheckpointSettings, DataSettings, Run
-from gecko.train.checkpoints.content import checkpoints_folder
 
 RANKS = 4
 FAILED = 10
@@ -91,7 +90,7 @@ def test_a_recovered_state_is_on_disk_at_once(jobs: Jobs, lost: tuple[Run, list[
     run, nodes = lost
     answers = jobs.answers(RANKS, work.run_on_nodes, run, nodes, FAILED, True)
     assert all(answer.error is not None and "a node is lost" in answer.error for answer in answers)
-    assert checkpoint_step(list_checkpoints(checkpoints_folder(run))[0]) == FAILED - 1
+    assert checkpoint_step(list_checkpoints(run.checkpoints_folder)[0]) == FAILED - 1
 
 
 def test_a_run_that_begins_anew_takes_no_copies(jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray) -> None:

@@ -19,7 +19,6 @@ from support.jobs import Jobs
 
 from gecko.io.checkpoints import list_checkpoints
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SkipSettings
-from gecko.train.checkpoints.content import checkpoints_folder
 from gecko.train.metrics import read_metrics
 
 LAYER = "blocks.1.feed_forward.fc2"
@@ -36,7 +35,7 @@ def test_sigterm_to_any_rank_stops_all_after_the_same_step(jobs: Jobs, run_in: C
     first, second = jobs.answers(2, work.resumed_run, run, rank, 6)
     assert (first.error, second.error) == (None, None)
     assert (first.value["step"], second.value["step"]) == (6, 6)
-    assert [path.name for path in list_checkpoints(checkpoints_folder(run))] == ["step-00000006", "step-00000004"]
+    assert [path.name for path in list_checkpoints(run.checkpoints_folder)] == ["step-00000006", "step-00000004"]
     assert "saved after step 6 of 20" in first.output and "--resume" in first.output
     assert second.output == ""
 

@@ -12,17 +12,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.io.checkpoints import checkpoint_path, list_checkpoints, verify_files
+from gecko.parallel.mesh import Ranks
 from gecko.train import Run, train
+from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.folders import MANIFEST, keep_newest, latest_checkpoint, write_checkpoint
+from gecko.train.metrics import DataRecord
 
 
 def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
@@ -189,3 +194,11 @@ def _wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.005)
+
+
+def test_a_slow_disk_is_no_hang(small_run: Run) -> None:
+    beat = Mock()
+    with ThreadPoolExecutor(1) as disk, Checkpointer(small_run, Ranks(), beat, DataRecord("", 2)) as saver:
+        saver._writing = disk.submit(time.sleep, 2.5)
+        saver.wait()
+    assert beat.call_count >= 2

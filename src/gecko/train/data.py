@@ -40,7 +40,6 @@ from gecko.data.training_data import parse_source, read_sources
 from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints, model_folder
 from gecko.parallel.mesh import Ranks
-from gecko.train.checkpoints.content import checkpoints_folder, tokenizer_folder
 from gecko.train.evaluate import HeldOut, SamplePrompt
 from gecko.train.metrics import DataRecord, row_layout, run_start
 from gecko.train.run import Run
@@ -216,7 +215,7 @@ def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: 
 
 def _template_folder(run: Run) -> Path:
     """Return the folder with the template that the run was begun with, else that of the model it starts from."""
-    own = tokenizer_folder(run)
+    own = run.tokenizer_folder
     if (own / TEMPLATE).is_file() or run.init_from is None:
         return own
     return model_folder(run.init_from)
@@ -313,7 +312,7 @@ def replayed(run: Run, step: int) -> Iterator[str]:
         raise ValueError(f"steps are counted from 1, as in metrics.jsonl; got {step}.")
     if run.steps is not None and step > run.steps:
         raise ValueError(f"the run has {run.steps} steps; got {step}. Set steps= to look beyond its end.")
-    newest = next(iter(list_checkpoints(checkpoints_folder(run))), None)
+    newest = next(iter(list_checkpoints(run.checkpoints_folder)), None)
     data = load_data(run, Ranks(), Console(quiet=True), row_layout(newest), run_start(newest))
     batch = batch_of_step(run, data.rows, step - 1, Ranks())
     yield f"step {step}: {len(batch.tokens)} rows of {batch.tokens.shape[1]} tokens, {batch.scored_tokens} targets"

@@ -42,12 +42,7 @@ class HeldOut:
     ) -> HeldOut:
         """Return at most ``rows`` rows from the corpus's start. All tokens except documents' first are targets once."""
         head = corpus.head(rows * sequence_length + 1)
-        batches = list(validation_batches(head, batch_size, sequence_length))
-        joined = Batch(
-            torch.cat([batch.tokens for batch in batches]),
-            torch.cat([batch.targets for batch in batches]),
-            torch.cat([batch.segment_ids for batch in batches]),
-        )
+        (joined,) = validation_batches(head, rows, sequence_length)
         return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 
     @classmethod

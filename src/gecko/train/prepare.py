@@ -23,7 +23,6 @@ from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_check
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.process import flushed_denormals
 from gecko.runtime.terminal import Terminal, lasting_output
-from gecko.train.checkpoints.content import checkpoints_folder, tokenizer_folder
 from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.finish import REPORT, RESULTS, SAMPLE
 from gecko.train.health import LauncherWatch
@@ -83,7 +82,7 @@ def begin(run: Run, resume: bool, process: Process, stack: ExitStack) -> Beginni
     """
     ranks = process.ranks
     ranks.main(lambda: _claim(run, resume, stack))
-    checkpoint = latest_checkpoint(checkpoints_folder(run), ranks)
+    checkpoint = latest_checkpoint(run.checkpoints_folder, ranks)
     first = ranks.main(lambda: _start(run, resume, checkpoint, process.device))
     return ranks.run_or_abort_all(lambda: _on_this_rank(run, first))
 
@@ -126,7 +125,7 @@ def _check_no_model(run: Run) -> None:
 
 def _check_overwrites_nothing(run: Run, resume: bool) -> None:
     """Raise FileExistsError if the folder holds a run that this session would overwrite."""
-    if (folder := checkpoints_folder(run)).exists() and not folder.is_dir():
+    if (folder := run.checkpoints_folder).exists() and not folder.is_dir():
         raise FileExistsError(
             f"{folder} must be a folder, or the name of a new one; it is a file. Move it away, or choose another "
             "folder with output=."
@@ -151,8 +150,8 @@ def _check_files_of_others(run: Run) -> None:
     if (run.folder / METRICS).exists() or _holds_recipe(run.folder / RECIPE):
         return
     replaced = [run.folder / name for name in (RECIPE, SAMPLE, REPORT)]
-    if tokenizer_folder(run).resolve() not in (path := Path(run.data.tokenizer).resolve(), path.parent):
-        replaced += [tokenizer_folder(run) / name for name in (*TOKENIZERS, *SETTINGS)]
+    if run.tokenizer_folder.resolve() not in (path := Path(run.data.tokenizer).resolve(), path.parent):
+        replaced += [run.tokenizer_folder / name for name in (*TOKENIZERS, *SETTINGS)]
     found = next((path for path in replaced if path.exists()), None)
     if found is not None:
         raise FileExistsError(

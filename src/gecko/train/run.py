@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from gecko.config import MODEL_TYPE
+from gecko.io.checkpoints import CHECKPOINTS
 from gecko.io.files import parse_object
 from gecko.models import CONFIGS, ModelConfig, model_type
 from gecko.models.common import ActivationCheckpointing
@@ -187,6 +188,15 @@ class Run:
     @property
     def folder(self) -> Path:
         return Path(self.output).expanduser()
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        return self.folder / CHECKPOINTS
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder with the run's copy of the tokenizer, which is copied into every checkpoint."""
+        return self.folder / "tokenizer"
 
     def command(self) -> str:
         """Return the command that trains this run again."""

@@ -28,9 +28,7 @@ from gecko.train.budget import RunClock, measured
 from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.content import (
     TrainerState,
-    checkpoints_folder,
     restore_snapshot,
-    tokenizer_folder,
     write_recipe,
     write_tokenizer,
 )
@@ -110,7 +108,7 @@ def train(
                 data = replace(data, evaluation=start.run.evaluation)
             notice.phase = "training"
             run, position = _fit(start, model, data, batches, stop, process, clock)
-            newest = checkpoint_path(checkpoints_folder(run), position.step)
+            newest = checkpoint_path(run.checkpoints_folder, position.step)
             if position.step == run.steps:
                 notice.phase = "finishing"
                 batches.close()
@@ -219,9 +217,9 @@ def _records(
     if not ranks.is_main:
         return nullcontext()
     write_recipe(run)
-    copy_tokenizer(run.data.tokenizer, tokenizer_folder(run))
+    copy_tokenizer(run.data.tokenizer, run.tokenizer_folder)
     if data.chat_template is not None:
-        with whole_file(tokenizer_folder(run) / TEMPLATE) as temporary:
+        with whole_file(run.tokenizer_folder / TEMPLATE) as temporary:
             temporary.write_text(data.chat_template, encoding="utf-8")
     if step != run.steps:
         remove_results(run)

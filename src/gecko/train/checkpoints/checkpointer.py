@@ -28,7 +28,6 @@ from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks
 from gecko.train.checkpoints.content import (
     TrainerState,
-    checkpoints_folder,
     lowest_loss,
     random_state,
     training_tensors,
@@ -125,7 +124,7 @@ class Checkpointer:
         self, run: Run, ranks: Ranks, beat: Callable[[], None], data: DataRecord, carried: CarriedState | None = None
     ) -> None:
         self.run, self.ranks, self._beat, self.data, self._carried = run, ranks, beat, data, carried
-        self.folder = checkpoints_folder(run)
+        self.folder = run.checkpoints_folder
         self._group: dist.ProcessGroup | None = None
         if ranks.mesh is not None:
             group = dist.new_group(backend="gloo", timeout=ranks.timeout)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from gecko.data.byte_files import write_byte_tokenizer
 from gecko.data.chat_templates import TEMPLATE
 from gecko.data.tokenizers import ByteTokenizer, copy_tokenizer, holds_tokenizer
-from gecko.io.checkpoints import CHECKPOINTS, SHARDS, checkpoint_step, read_manifest
+from gecko.io.checkpoints import SHARDS, checkpoint_step, read_manifest
 from gecko.io.files import parse_object, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
 from gecko.io.tensors import FLOATS, REMEDY, check_finite, check_layout, reading
@@ -73,15 +73,6 @@ class TrainerState:
             )
 
 
-def checkpoints_folder(run: Run) -> Path:
-    return run.folder / CHECKPOINTS
-
-
-def tokenizer_folder(run: Run) -> Path:
-    """Return the folder with the run's copy of the tokenizer, which is copied into every checkpoint."""
-    return run.folder / "tokenizer"
-
-
 def write_recipe(run: Run) -> None:
     """Write ``run`` to its folder, whole or not at all."""
     with whole_file(run.folder / RECIPE) as temporary:
@@ -123,7 +114,7 @@ def write_small_files(
 
 def write_tokenizer(run: Run, folder: Path) -> None:
     """Write the files of the run's tokenizer and its chat template; those of bytes are for transformers."""
-    own = tokenizer_folder(run)
+    own = run.tokenizer_folder
     if holds_tokenizer(own):
         copy_tokenizer(str(own), folder)
         return
