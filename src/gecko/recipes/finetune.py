@@ -17,13 +17,7 @@ from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import CONFIG
 from gecko.models import ModelConfig, load_config
 from gecko.recipes import apply_overrides
-from gecko.train import (
-    DataSettings,
-    OptimizerSettings,
-    Run,
-    SampleSettings,
-    ScheduleSettings,
-)
+from gecko.train import DataSettings, OptimizerSettings, Run, SampleSettings, ScheduleSettings
 
 SHORTEST, LONGEST = 256, 4096
 """Bounds of the default length of a row in tokens."""

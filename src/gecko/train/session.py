@@ -26,25 +26,13 @@ from gecko.runtime.process import keep_freed_memory
 from gecko.train import prepare
 from gecko.train.budget import RunClock, measured
 from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.content import (
-    TrainerState,
-    restore_snapshot,
-    write_recipe,
-    write_tokenizer,
-)
+from gecko.train.checkpoints.content import TrainerState, restore_snapshot, write_recipe, write_tokenizer
 from gecko.train.checkpoints.node_copies import NodeCopies
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import finish_run, remove_results
 from gecko.train.health import StopSignal, TrainingNotice, Watchdog, reported_hangs
-from gecko.train.metrics import (
-    METRICS,
-    SESSIONS,
-    MetricsWriter,
-    check_same_data,
-    read_metrics,
-    record_session,
-)
+from gecko.train.metrics import METRICS, SESSIONS, MetricsWriter, check_same_data, read_metrics, record_session
 from gecko.train.model import check_float8, starting_model
 from gecko.train.optimizer import build_optimizer
 from gecko.train.prepare import Beginning, Process, fixed_settings, launch

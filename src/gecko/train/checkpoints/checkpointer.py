@@ -116,8 +116,7 @@ class Checkpointer:
 
     With several ranks, each rank copies its shards to host memory, and a thread writes them while training continues.
     The threads use a process group of their own, because training uses the default one at the same time. ``beat`` is
-    called while a rank waits for the disk. Every checkpoint contains ``data``
-    and the states of ``carried`` at the time of the save.
+    called while a rank waits for the disk. Every checkpoint contains ``data`` and the states of ``carried``.
     """
 
     def __init__(

@@ -32,10 +32,7 @@ from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
 from gecko.io.tensors import FLOATS, REMEDY, check_finite, check_layout, reading
 from gecko.models import LanguageModel, load_config, meta_model
 from gecko.records import CountFromZero, NotNegative, build, check
-from gecko.train.checkpoints.folders import (
-    flushed_entries,
-    write_manifest,
-)
+from gecko.train.checkpoints.folders import flushed_entries, write_manifest
 from gecko.train.metrics import DataRecord
 from gecko.train.model import check_base, has_adapters, merged, save_adapters
 from gecko.train.optimizer import named_parameters, optimizer_tensors
