@@ -9,7 +9,6 @@ slope of the time of a layer is the number of delays that a layer waits for.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,20 +16,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import machine, parser_of, publish
 from torch import Tensor
 
 from gecko.config import GeckoConfig
 from gecko.models.gecko import Gecko
 from gecko.parallel.context import ContextGroup
 from gecko.parallel.p2p import P2PGroup
-from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "context_exchange.md"
 CHUNKS = 2
 """Chunks per rank; the number of bytes does not depend on it."""
 
@@ -177,9 +174,8 @@ def per_layer(config: GeckoConfig, ranks: int, checkpointing: str) -> list[list[
     return [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(*totals, strict=True)]
 
 
-def report(ranks_tried: Sequence[int]) -> str:
+def report(ranks_tried: Sequence[int]) -> list[str]:
     tiny, large = GeckoConfig.preset("tiny"), GeckoConfig.preset("gecko-7b")
-    machine = "; ".join(describe_hardware(torch.device("cpu")).values())
     bytes_sent, waits = [], []
     sizes = Sizes.of(tiny, 4, 4)
     for ranks in ranks_tried:
@@ -198,7 +194,7 @@ def report(ranks_tried: Sequence[int]) -> str:
     delays = " and ".join(f"{1e3 * delay:.0f}" for delay in DELAYS)
     lines = [
         "# Exchanges between the ranks of a context group", "",
-        f"{date.today()}, {machine}. Command: `python benchmarks/context_exchange.py --write`.", "",
+        f"{date.today()}, {machine()}. Command: `python benchmarks/context_exchange.py --write`.", "",
         "One layer, one row, one direction; backward sends as many bytes the other way. “Least” is (ranks − 1) × what "
         "a border must carry: the last chunk's z and values, and in full precision the final moving average and norm, "
         "one affine map and log z. The term of the map, most of its bytes, is sent in the dtype of the values.", "",
@@ -220,18 +216,14 @@ def report(ranks_tried: Sequence[int]) -> str:
         sent, least = sizes.sent(ranks), sizes.minimum(ranks)
         lines.append(f"| {ranks} | {sent / 1e6:.1f} | {sizes.busiest(ranks) / 1e6:.1f} | {least / 1e6:.1f} | "
                      f"{sent / least:.3f} |")  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}")
     arguments = parser.parse_args()
-    text = report(arguments.ranks)
-    print(text)
-    if arguments.write:
-        RESULTS.write_text(text, encoding="utf-8")
+    publish("context_exchange.md", report(arguments.ranks), arguments.write)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ AMD processor's float32 rate. With one thread, times are processor times, which 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from measuring import load, of_processor, publish
+from measuring import command, load, machine, of_processor, parser_of, publish
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from training import step_of
@@ -33,7 +32,7 @@ from gecko.layers.cema import CEMA
 from gecko.layers.feed_forward import FeedForward
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.runtime.process import keep_freed_memory
-from gecko.train.throughput import describe_hardware, flops_per_token, multiplies_bfloat16
+from gecko.train.throughput import flops_per_token, multiplies_bfloat16
 
 MODULES: dict[type[nn.Module], str] = {
     TimestepNorm: "timestep norm", CEMA: "moving average", RMSNorm: "RMS norm", LayerNorm: "layer norm",
@@ -234,9 +233,8 @@ def _seconds(clock: Callable[[], float], function: Callable[[], Any]) -> float:
 
 def page(results: list[Breakdown], model: str, rounds: int, command: str) -> list[str]:
     """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     lines = [
-        "# A training step on the CPU", "", f"{hardware}. {load()}", "",
+        "# A training step on the CPU", "", f"{machine()}. {load()}", "",
         f"Gecko `{model}`, {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
         "Steps, with the kernels in C and without, and large matrix products take turns; figures are medians of "
         f"{rounds}, in {_clock()}. In bfloat16 are the operands of products, as with `precision=bfloat16`.", "",
@@ -292,14 +290,13 @@ def _kind_table(result: Breakdown) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="tiny", help="a preset")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2_048, 8_192], help="tokens a row")
     parser.add_argument("--tokens", type=int, default=8_192, help="tokens a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profiled", type=int, default=3, help="steps under the profiler")
-    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     args = parser.parse_args()
     sizes = args.tokens, args.rounds, args.profiled
     torch.set_num_threads(args.threads)
@@ -308,12 +305,8 @@ def main() -> None:
     dtypes = [torch.float32, torch.bfloat16] if multiplies_bfloat16(cpu) else [torch.float32]
     config = gecko.GeckoConfig.preset(args.model)
     results = [measure(config, dtype, length, *sizes) for dtype in dtypes for length in args.lengths]
-    command = (
-        f"python benchmarks/cpu_breakdown.py --model {args.model} --lengths {' '.join(map(str, args.lengths))} "
-        f"--tokens {args.tokens} --threads {args.threads} --rounds {args.rounds} --write"
-    )
     name = "cpu" if args.model == "tiny" else f"cpu_{args.model.replace('-', '_')}"
-    publish(of_processor(name), page(results, args.model, args.rounds, command), args.write)
+    publish(of_processor(name), page(results, args.model, args.rounds, command(args)), args.write)
 
 
 if __name__ == "__main__":

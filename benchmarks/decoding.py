@@ -21,13 +21,12 @@ from pathlib import Path
 
 import psutil
 import torch
+from measuring import command, machine, parser_of, publish
 from torch import Tensor
 
 import gecko
 from gecko.inference import Prefill, Sampling, TokenStream, piece_length, read
-from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "decoding.md"
 CURVE_POINTS = 20
 PIECES = (256, 1024, 2048, 4096, 8192)
 ROUNDS = 9
@@ -62,10 +61,7 @@ def main() -> None:
     decoding = measure_decoding(model, byte_pieces(arguments.text), arguments.up_to, arguments.tokens)
     streaming = measure_stream(model, byte_pieces(arguments.text), arguments.stream)
     page = report(arguments, model, decoding, streaming, measure_pieces(model, byte_pieces(arguments.text)))
-    print(page)
-    if arguments.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(page, encoding="utf-8")
+    publish("decoding.md", page.splitlines(), arguments.write)
 
 
 def byte_pieces(texts: Sequence[str]) -> Iterator[Tensor]:
@@ -123,15 +119,14 @@ def report(
     pieces: dict[int, float],
 ) -> str:  # fmt: skip
     """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     text = ", ".join(Path(path).name for path in arguments.text) or "random bytes"
     first, last = decoding[0], decoding[-1]
     lines = [
         "# Decoding far into a text", "",
-        f"{date.today()}, {hardware}. Model: {arguments.model or arguments.preset}, "
+        f"{date.today()}, {machine()}. Model: {arguments.model or arguments.preset}, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, float32. Text: {text}. "
         f"Read in pieces of {piece_length(model.config):,} tokens. "
-        f"Command: `{_command(arguments)}`.", "",
+        f"Command: `{command(arguments)}`.", "",
         f"## Time a token and memory by position, {arguments.tokens} tokens decoded at each", "",
         "| position | ms a token (median) | memory in use, MB | highest so far, MB | reading state, bytes |",
         "|---:|---:|---:|---:|---:|",
@@ -205,24 +200,14 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    parts = [f"--up-to {arguments.up_to}", f"--stream {arguments.stream}", f"--tokens {arguments.tokens}"]
-    parts += [f"--threads {arguments.threads}", f"--preset {arguments.preset}"]
-    parts += ["--text " + " ".join(Path(path).name for path in arguments.text)] if arguments.text else []
-    parts += [f"--model {arguments.model}"] if arguments.model else []
-    return " ".join(["python benchmarks/decoding.py", *parts])
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--up-to", type=int, default=1_000_000, help="last position to decode at")
     parser.add_argument("--stream", type=int, default=2_000_000, help="tokens to stream through")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to decode at each position")
     parser.add_argument("--text", nargs="*", default=[], help="files to read, as bytes")
     parser.add_argument("--preset", default="tiny", help="architecture, with random weights")
     parser.add_argument("--model", help="a model's folder instead")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} into benchmarks/results")
     return parser.parse_args()
 
 

@@ -8,17 +8,13 @@ A separate process runs ``gecko plan RECIPE --verify`` for each recipe. Needs th
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from datetime import date
 from typing import Any
 
-import torch
-from measuring import load, publish
-
-from gecko.train.throughput import describe_hardware
+from measuring import load, machine, parser_of, publish
 
 NAME = "dry_run.md"
 
@@ -43,15 +39,13 @@ def row(recipe: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", default=["gecko_7b"])
-    parser.add_argument("--write", action="store_true", help=f"also write {NAME}")
     arguments = parser.parse_args()
     rows = [row(recipe, dry_run(recipe)) for recipe in arguments.recipes]
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     page = [
         "# Dry runs without GPUs", "",
-        f"{date.today()}, {hardware}. Command: `python benchmarks/dry_run.py "
+        f"{date.today()}, {machine()}. Command: `python benchmarks/dry_run.py "
         f"--recipes {' '.join(arguments.recipes)} --write`. {load()}", "",
         "One training step by `gecko plan RECIPE --verify`, for ranks at the corners of the mesh, on tensors without "
         "numbers. “Planned” is the plan without its reserve. Collectives are those of a rank; they are equal in the "

@@ -8,7 +8,6 @@ and again. Then prompts that the decoder in C reads, in turns with one call of t
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -21,11 +20,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from measuring import load, of_processor, publish
+from measuring import load, machine, of_processor, parser_of, publish
 
 import gecko
 from gecko.inference import decoder, read
-from gecko.train.throughput import describe_hardware
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "It was "
@@ -89,9 +87,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def page(starts: Starts, readings: dict[int, tuple[float, float]]) -> list[str]:
     """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     return [
-        "# First text", "", f"{hardware}. {load()}", "",
+        "# First text", "", f"{machine()}. {load()}", "",
         f"`gecko generate books --prompt {PROMPT!r} -n {TOKENS} --seed 1` from the wheel in a new environment: seconds "
         f"from start to end, {len(starts.first)} starts. Target for the first: {TARGET} s.", "",
         "| start | median | least | most |", "|---|---:|---:|---:|",
@@ -109,8 +106,7 @@ def _spread(seconds: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
+    parser = parser_of(__doc__)
     arguments = parser.parse_args()
     starts = installed_starts()
     torch.set_num_threads(1)

@@ -9,7 +9,6 @@ Every launch of every operator is recorded at the shapes of models, compiled for
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from gpu.shapes import Shape
 from gpu.steps import Step
 from gpu.timing import Bench
 from kernels.recording import launches
-from measuring import publish
+from measuring import parser_of, publish
 
 from gecko.config import GeckoConfig
 
@@ -130,9 +129,8 @@ def page(names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["gecko-1b", "gecko-7b"], metavar="PRESET")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu_budget.md")
     parser.add_argument("--steps", action="store_true", help="only training steps, for the table of kernels of a card")
     arguments = parser.parse_args()
     if not arguments.steps:

@@ -12,7 +12,6 @@ A rank of a context group is measured alone: PyTorch's fake process group takes 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import statistics
@@ -24,7 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gpu.training import equal_llama
-from measuring import load, of_processor, publish
+from measuring import load, machine, of_processor, parser_of, publish
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +32,6 @@ from gecko.config import GeckoConfig
 from gecko.models import ModelConfig, build_model
 from gecko.ops.backends import dispatch
 from gecko.parallel.context import ContextGroup
-from gecko.train.throughput import describe_hardware
 
 DEPTHS = 2, 6
 WARMING = 3
@@ -169,7 +167,6 @@ def _per_block(turns: list[list[tuple[float, float, int]]], operations: list[int
 
 def page(results: dict[str, Host], rounds: int) -> list[str]:
     """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     own = next(iter(results.values()))
     rows = (
         f"| {name} | {host.forward:.2f} | {host.backward:.2f} | {host.forward + host.backward:.2f} "
@@ -178,7 +175,7 @@ def page(results: dict[str, Host], rounds: int) -> list[str]:
         for name, host in results.items()
     )
     return [
-        "# What the host does for a block on a GPU", "", f"{hardware}, one thread used. {load()}", "",
+        "# What the host does for a block on a GPU", "", f"{machine()}, one thread used. {load()}", "",
         "Milliseconds of the thread's processor for loss and backward a block, in bfloat16 by autocast; medians of "
         f"{rounds}, all in turns. PyTorch's launches are its operations that are neither views nor allocations. "
         f"**No GPU: launches of kernels are counted, not made, and take some microseconds each "
@@ -193,9 +190,8 @@ def page(results: dict[str, Host], rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

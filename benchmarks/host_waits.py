@@ -11,7 +11,6 @@ than a millisecond. Processes that sleep also leave the cores to others, so a wa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -27,13 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import machine, parser_of, publish
 
 from gecko.recipes import get_recipe
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, Run, SampleSettings, train
-from gecko.train.throughput import describe_hardware
 from gecko.train.trainer import Trainer
 
-RESULTS = Path(__file__).parent / "results" / "host_waits.md"
 RANKS = 2
 LENGTH = 256
 DELAY = 0.02
@@ -125,7 +123,7 @@ def run_in(folder: Path, steps: int) -> Run:
     )  # fmt: skip
 
 
-def report(steps: int) -> str:
+def report(steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         Path(folder, "text.txt").write_text("\n\n".join(f"Line {i} of {i * i % 997}." for i in range(20_000)))
         free.bind(("127.0.0.1", 0))
@@ -133,7 +131,6 @@ def report(steps: int) -> str:
         free.close()
         mp.spawn(rank_process, (port, folder, steps), nprocs=RANKS)
         blocks = json.loads(Path(folder, "steps.json").read_text())
-    machine = "; ".join(describe_hardware(torch.device("cpu")).values())
     seconds = [statistics.median(step for step, _ in block) for block in blocks]
     turns = [TURNS[block % len(TURNS)] for block in range(len(blocks))]
     rows = []
@@ -151,27 +148,23 @@ def report(steps: int) -> str:
         rows.append(
             f"| {name} | {len(waits)} | {statistics.fmean(waits):.3f} | {max(waits):.3f} | {middle:.1f} | {added} |"
         )
-    return "\n".join([
+    return [
         "# Time of a step against a delay of the control group", "",
-        f"{date.today()}, {machine}. Command: `python benchmarks/host_waits.py --write`.", "",
+        f"{date.today()}, {machine()}. Command: `python benchmarks/host_waits.py --write`.", "",
         f"{RANKS} gloo ranks train `tiny`, each on a row of {LENGTH} tokens. Messages of the control group are "
         f"{1e3 * DELAY:.0f} ms late. Blocks of {BLOCK} steps take turns; the first step of each is not counted. "
         "“Waited” is the time that the first rank's host spends in waits for these messages. “More” is the median "
         "difference of a block's median step to the mean of the two neighbouring blocks without a delay.", "",
         "| steps | number | ms waited per step, mean | largest | ms per step, median | ms more |",
         "|---|---:|---:|---:|---:|---:|", *rows,
-    ]) + "\n"  # fmt: skip
+    ]  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}")
     arguments = parser.parse_args()
-    text = report(arguments.steps)
-    print(text)
-    if arguments.write:
-        RESULTS.write_text(text, encoding="utf-8")
+    publish("host_waits.md", report(arguments.steps), arguments.write)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import date
 
 import torch
-from measuring import of_processor, publish
+from measuring import machine, of_processor, parser_of, publish
 from memory_rate import read_rate
 from torch import nn
 
@@ -26,7 +26,6 @@ import gecko
 from gecko.inference import Prefill, read
 from gecko.inference.decoder import Decoder
 from gecko.io.quantization import plain_tensors, quantize
-from gecko.train.throughput import describe_hardware
 
 PROMPT = 1000
 ROUNDS = 5
@@ -259,18 +258,16 @@ def _positions_table() -> str:
 
 
 def _heading() -> str:
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     return (
-        f"# Inference on the CPU\n\n{date.today()}, {hardware}, {torch.get_num_threads()} threads. "
+        f"# Inference on the CPU\n\n{date.today()}, {machine()}, {torch.get_num_threads()} threads. "
         "The limit of a step is the rate at which a loop in C reads its weights and states, also from caches. "
         f"Random weights. Medians of {ROUNDS} alternating rounds. Command: `python benchmarks/inference.py --write`.\n"
     )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="measure the cases whose name contains this text")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/inference_PROCESSOR.md")
     return parser.parse_args()
 
 

@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 from inference import Case, gecko_case, in_format, measure
 from llama_gguf import Llama, llama_cpp, system_info, write
-from measuring import of_processor, publish
+from measuring import command, machine, of_processor, parser_of, publish
 
 import gecko
 from gecko.inference import Prefill, read
 from gecko.runtime.process import keep_freed_memory
-from gecko.train.throughput import describe_hardware
 
 SHORT, LONG = 512, 32_768
 """Tokens before and with the decoded one."""
@@ -135,29 +134,22 @@ def _decoding(preset: str, model: gecko.Gecko, weights: str, llama: Llama, befor
 
 def report(arguments: argparse.Namespace, pairs: list[Pair]) -> list[str]:
     """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     return [
         "# Gecko beside llama.cpp on the CPU", "",
-        f"{date.today()}, {hardware}, {torch.get_num_threads()} threads on both sides. llama-cpp-python "
+        f"{date.today()}, {machine()}, {torch.get_num_threads()} threads on both sides. llama-cpp-python "
         f"{llama_cpp.__version__}, built from source for this processor ({system_info()}); its cache is float16, flash "
         "attention is off because it is slower here. Random weights, as many as in the Gecko model. Medians of "
-        f"alternating rounds; reading {arguments.reads} times. Command: `{_command(arguments)}`.", "",
+        f"alternating rounds; reading {arguments.reads} times. Command: `{command(arguments)}`.", "",
         "| model | weights | work | Gecko, tokens/s | llama.cpp, tokens/s | asked | measured |",
         "|---|---|---|---:|---:|---:|---:|", *(pair.row for pair in pairs),
     ]  # fmt: skip
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    options = [f" --preset {name}" for name in arguments.preset] + [f" --weights {name}" for name in arguments.weights]
-    return f"python benchmarks/inference_llama_cpp.py --reads {arguments.reads}{''.join(options)}"
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", action="append", default=[], choices=STEPS, help="only this model; repeatable")
     parser.add_argument("--weights", action="append", default=[], choices=WEIGHTS, help="only these; repeatable")
     parser.add_argument("--reads", type=int, default=1, help="how often each side reads the long text")
-    parser.add_argument("--write", action="store_true", help="write the page into benchmarks/results")
     return parser.parse_args()
 
 

@@ -9,14 +9,13 @@ over blocks of these tokens. The keys and values are in float32.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import describe, find_model, publish
+from measuring import describe, find_model, parser_of, publish
 from torch import Tensor
 
 import gecko
@@ -71,15 +70,13 @@ def rows(model: gecko.Gecko, texts: Sequence[Tensor], chunks: Sequence[int], sin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("model", help="a folder of gecko convert")
     parser.add_argument("texts", nargs="+", type=Path, help="files, one document each")
     parser.add_argument("--skip", type=int, default=20_000, help="characters at the start of each file to leave out")
     parser.add_argument("--tokens", type=int, default=6144, help="tokens to read of each file")
     parser.add_argument("--chunks", default="256,512,1024", help="chunks of the windows")
     parser.add_argument("--sinks", default="0,1", help="numbers of sinks")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help="write llama_window.md into benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     folder = find_model(arguments.model)

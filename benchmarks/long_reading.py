@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from measuring import DEMO, START, byte_tokens, describe, find_model, peak, publish, resident, text_files
+from measuring import DEMO, START, byte_tokens, describe, find_model, parser_of, peak, publish, resident, text_files
 from torch import Tensor
 
 import gecko
@@ -163,13 +163,11 @@ def _mean_of(bins: list[Bin]) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("texts", nargs="*", help="files to read as bytes, over and over if they are short")
     parser.add_argument("--model", default=DEMO, help="a model's folder, or a run's")
     parser.add_argument("--length", type=int, default=4_000_000, help="bytes to read")
     parser.add_argument("--bins", type=int, default=40, help="bins of the loss by position")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help="write long_reading.md into benchmarks/results")
     return parser.parse_args()
 
 

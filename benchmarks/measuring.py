@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import platform
 import re
 import resource
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import cycle
@@ -54,15 +57,38 @@ def byte_tokens(files: Sequence[Path], length: int) -> Iterator[Tensor]:
             return
 
 
+def parser_of(doc: str | None, *, threads: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that can write a page."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the page into benchmarks/results")
+    if threads:
+        parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    return parser
+
+
+def machine() -> str:
+    """Describe the processor, the memory and the software."""
+    return "; ".join(describe_hardware(torch.device("cpu")).values())
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """Return the command with the values of all its options; of files, only their names."""
+    parts = ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
+    for name, value in vars(arguments).items():
+        values = [
+            Path(one).name if "/" in str(one) else str(one) for one in (value if isinstance(value, list) else [value])
+        ]
+        if value not in (None, False, "", []):
+            parts += [f"--{name.replace('_', '-')}", *(values if value is not True else [])]
+    return shlex.join(parts)
+
+
 def describe(model: gecko.Gecko, folder: Path, files: Sequence[Path], command: str) -> str:
     """Return a paragraph that describes model, text, machine and command."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     text = "the source of Python's standard library" if len(files) > 20 else ", ".join(path.name for path in files)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    name = "/".join(folder.parts[-3:])
-    return (
-        f"{date.today()}, {hardware}. Model: {name}, {count:,} parameters, float32. Text: {text}. Command: `{command}`."
-    )
+    count, name = sum(parameter.numel() for parameter in model.parameters()), "/".join(folder.parts[-3:])
+    about = f"Model: {name}, {count:,} parameters, float32. Text: {text}."
+    return f"{date.today()}, {machine()}. {about} Command: `{command}`."
 
 
 def load() -> str:

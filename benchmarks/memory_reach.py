@@ -9,14 +9,13 @@ over the same bytes; intervals are bootstrapped over blocks of the text.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import START, byte_tokens, describe, find_model, publish
+from measuring import START, byte_tokens, describe, find_model, parser_of, publish
 from torch import Tensor
 
 import gecko
@@ -98,12 +97,10 @@ def _shown(interval: Interval | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("model", help="a model's folder, or a run's")
     parser.add_argument("texts", nargs="+", type=Path, help="files to read as bytes, as one text")
     parser.add_argument("--length", type=int, default=4096 * 1024, help="bytes to read")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help="write memory_reach.md into benchmarks/results/evidence")
     arguments = parser.parse_args()
     if arguments.length < PIECE or arguments.length % PIECE:
         parser.error(f"--length must be a multiple of {PIECE:,} bytes; got {arguments.length:,}")

@@ -10,7 +10,6 @@ Losses are compared with those of the same run, undisturbed, on one node.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -24,14 +23,12 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-import torch
 from kill_recovery import RESUMED, Job, small_run
+from measuring import machine, parser_of, publish
 
 from gecko.train import CheckpointSettings, ParallelSettings, train
 from gecko.train.metrics import read_metrics
-from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "node_loss.md"
 NODES, LOST, STEPS = 4, 2, 60
 AFTER = 2
 """Steps from the middle of the run, where it evaluates, until the node is lost."""
@@ -228,16 +225,15 @@ def losses(output: Path, steps: int) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def report(outcomes: dict[str, Outcome]) -> str:
-    machine = "; ".join(describe_hardware(torch.device("cpu")).values())
+def report(outcomes: dict[str, Outcome]) -> list[str]:
     rows = [
         f"| {CASES[name].name} | {one.seconds:.0f} | {one.finished} | {one.resumed} | "
         f"{max(0, one.finished - one.resumed)} | {one.difference:.1e} |"
         for name, one in outcomes.items()
     ]
-    return "\n".join([
+    return [
         "# A job that loses one of four nodes", "",
-        f"{date.today()}, {machine}. Command: `python benchmarks/node_loss.py --write`.", "",
+        f"{date.today()}, {machine()}. Command: `python benchmarks/node_loss.py --write`.", "",
         f"Four network namespaces with one gloo rank each, under `torchrun --rdzv-backend c10d`, on this one machine, "
         f"whose cores start all processes. The third node is lost after step {STEPS // 2 + AFTER}. “Seconds” are from "
         "the loss to the first new step; a node that replaces it is started at once. A step is finished when the first "
@@ -245,13 +241,12 @@ def report(outcomes: dict[str, Outcome]) -> str:
         "difference of a step's loss to the undisturbed run.", "",
         "| case | seconds | last finished step | continued after step | steps computed again | difference |",
         "|---|---:|---:|---:|---:|---:|", *rows,
-    ]) + "\n"  # fmt: skip
+    ]  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}")
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
         parser.error(reason)
@@ -261,9 +256,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             outcomes[name] = lose_a_node(CASES[name], Path(folder))
         print(name, outcomes[name], flush=True)
-        if arguments.write:
-            RESULTS.write_text(report(outcomes), encoding="utf-8")
-    print(report(outcomes))
+    publish("node_loss.md", report(outcomes), arguments.write)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ last it trains with AdamW and linear layers in emulated float8, at AdamW's rate 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -22,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import parser_of, publish
 
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run, train
-from gecko.train.finish import RESULTS as RUN_RESULTS
+from gecko.train.finish import RESULTS
 from gecko.train.metrics import METRICS, read_metrics
 from gecko.train.run import RECIPE
 from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "optimizers.md"
 PART = 0.75
 """Part of the steps after which Muon should be where AdamW ends."""
 
@@ -71,17 +70,19 @@ def trained_again(folder: Path, runs: Path, seeds: Sequence[str], part: float = 
         assert before.steps is not None
         output = str(folder / f"seed-{seed}")
         run = dataclasses.replace(before, steps=round(part * before.steps), output=output, **changes)
-        if not (run.folder / RUN_RESULTS).is_file() and not train(run, resume=True).finished:
+        if not (run.folder / RESULTS).is_file() and not train(run, resume=True).finished:
             raise SystemExit("stopped; the same command continues")
         again.append(run)
     return again
 
 
 def final_loss(run: Run) -> float:
-    return json.loads((run.folder / RUN_RESULTS).read_text(encoding="utf-8"))["nats_per_byte"]
+    return json.loads((run.folder / RESULTS).read_text(encoding="utf-8"))["nats_per_byte"]
 
 
-def report(compared: Path, short: Sequence[Run], float8: Sequence[Run], seeds: Sequence[str], command: str) -> str:
+def report(
+    compared: Path, short: Sequence[Run], float8: Sequence[Run], seeds: Sequence[str], command: str
+) -> list[str]:
     curves = {name: held_out(compared / name, seeds) for name in OPTIMIZERS}
     curves["float8"] = held_out(float8[0].folder.parent, seeds)
     runs = {n: [Run.load(compared / n / f"seed-{seed}" / RECIPE) for seed in seeds] for n in OPTIMIZERS}
@@ -103,7 +104,7 @@ def report(compared: Path, short: Sequence[Run], float8: Sequence[Run], seeds: S
     verdict = "at most that of AdamW" if ended <= last else f"{ended - last:.4f} above that of AdamW"
     missed = "Within the run of all steps, whose rate is still high then, its curve does not reach AdamW's last loss."
     within = f"Within the run of all steps, its curve reaches AdamW's last loss in step {reached}."
-    return "\n".join([
+    return [
         "# Muon and float8 beside AdamW", "",
         f"{date.today()}, {machine}. Command: `{command}`.", "",
         f"`{one.recipe or 'tiny'}` in {one.precision}, {one.batch_size} rows of {one.sequence_length} tokens a step, "
@@ -114,18 +115,17 @@ def report(compared: Path, short: Sequence[Run], float8: Sequence[Run], seeds: S
         f"With {PART:.0%} of the steps, Muon's final loss is {verdict}. {missed if reached is None else within}",
         "", "Curves, mean of the seeds, on fewer rows than the final losses:", "",
         "| step | AdamW | Muon | AdamW, float8 emulated |", "|---:|---:|---:|---:|", *rows,
-    ]) + "\n"  # fmt: skip
+    ]  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="tiny")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tuning-steps", type=int, default=200)
     parser.add_argument("--learning-rates", default="2e-3,4e-3,8e-3,16e-3")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to both recipes")
     given = parser.parse_args()
     recipes, seeds = write_recipes(given.out / "recipes", given.recipe, given.steps), given.seeds.split(",")
@@ -137,10 +137,8 @@ def main() -> None:
     float8 = trained_again(given.out / "float8", compared / "adamw", seeds, precision="float8_emulated")
     asked = f"--steps {given.steps} --tuning-steps {given.tuning_steps} --learning-rates {given.learning_rates}"
     names = ["python benchmarks/optimizers.py --out runs/optimizers", asked, "--write", *given.overrides]
-    text = report(compared, short, float8, seeds, " ".join(names))
-    print(text)
-    if given.write:
-        RESULTS.write_text(text, encoding="utf-8")
+    lines = report(compared, short, float8, seeds, " ".join(names))
+    publish("optimizers.md", lines, given.write)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measuring import DEMO, describe, find_model, publish
+from measuring import DEMO, describe, find_model, parser_of, publish
 from torch import Tensor
 
 import gecko
@@ -213,13 +213,11 @@ def _rounded_names(model: gecko.Gecko) -> frozenset[str]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--model", default=DEMO, help="a run's folder")
     parser.add_argument("--rows", type=int, default=300, help="held-out rows for the loss of the weights")
     parser.add_argument("--texts", type=int, default=20, help="places at which a state is saved")
     parser.add_argument("--length", type=int, default=16_384, help="bytes for the states between calls")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help="write quantization.md into benchmarks/results")
     return parser.parse_args()
 
 

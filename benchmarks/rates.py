@@ -11,21 +11,18 @@ first width costs at the others: the difference to the best loss of the same wid
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-import torch
+from measuring import machine, parser_of, publish
 
 from gecko.recipes import get_recipe
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SampleSettings, SkipSettings, train
-from gecko.train.finish import RESULTS as RUN_RESULTS
-from gecko.train.throughput import describe_hardware
+from gecko.train.finish import RESULTS
 
-RESULTS = Path(__file__).parent / "results" / "rates.md"
 WIDTHS = (64, 128, 256)
 BASE = WIDTHS[0]
 RATES = {name: (4e-3, 8e-3, 16e-3, 32e-3) for name in ("adamw", "muon")}
@@ -60,7 +57,7 @@ class Trial:
 
     def loss(self, folder: Path, steps: int, seed: int) -> float:
         """Return the held-out loss of the trained model in nats per byte; train it if it was not."""
-        results = folder / self.name(seed) / RUN_RESULTS
+        results = folder / self.name(seed) / RESULTS
         if not results.is_file() and not train(self.run(folder, steps, seed), resume=True).finished:
             raise SystemExit("stopped; the same command continues")
         return json.loads(results.read_text(encoding="utf-8"))["nats_per_byte"]
@@ -81,11 +78,10 @@ def ways(width: int) -> tuple[bool, ...]:
     return (False,) if width == BASE else (False, True)
 
 
-def report(losses: dict[Trial, float], widths: Sequence[int], steps: int, seeds: int) -> str:
-    machine = "; ".join(describe_hardware(torch.device("cpu")).values())
+def report(losses: dict[Trial, float], widths: Sequence[int], steps: int, seeds: int) -> list[str]:
     lines = [
         "# Learning rates across widths", "",
-        f"{date.today()}, {machine}. Command: `python benchmarks/rates.py --out runs/rates --steps {steps} "
+        f"{date.today()}, {machine()}. Command: `python benchmarks/rates.py --out runs/rates --steps {steps} "
         f"--seeds {seeds} --widths {' '.join(map(str, widths))} --write`.", "",
         f"`tiny` at {len(widths)} widths; {steps} steps of {ROWS} rows of {LENGTH} bytes of Python's standard library, "
         "cosine schedule, float32, one thread. Held-out loss in nats per byte, the mean of "
@@ -101,7 +97,7 @@ def report(losses: dict[Trial, float], widths: Sequence[int], steps: int, seeds:
                 cells = (f"**{loss:.4f}**" if loss == min(found) else f"{loss:.4f}" for loss in found)
                 lines.append(f"| {width} | {'rule' if ruled else 'same'} | {' | '.join(cells)} |")
         lines += ["", *_costs(losses, optimizer, widths)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _costs(losses: dict[Trial, float], optimizer: str, widths: Sequence[int]) -> list[str]:
@@ -117,21 +113,17 @@ def _costs(losses: dict[Trial, float], optimizer: str, widths: Sequence[int]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help=f"multiples of 32, one of them {BASE}")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     given = parser.parse_args()
     losses = {
         one: sum(one.loss(given.out, given.steps, seed) for seed in range(given.seeds)) / given.seeds
         for one in trials(given.widths)
     }
-    text = report(losses, given.widths, given.steps, given.seeds)
-    print(text)
-    if given.write:
-        RESULTS.write_text(text, encoding="utf-8")
+    publish("rates.md", report(losses, given.widths, given.steps, given.seeds), given.write)
 
 
 if __name__ == "__main__":

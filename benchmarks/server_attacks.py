@@ -31,12 +31,11 @@ from typing import Any
 
 import psutil
 import torch
+from measuring import machine, parser_of, publish
 
 import gecko
 from gecko.serving.options import Limits
-from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "server_attacks.md"
 LONGEST = 0.5
 """Largest allowed time of /health in seconds."""
 PATIENCE = 12.0
@@ -256,10 +255,7 @@ def main() -> int:
             rows.append(_row(name, seen[-1]))
             print(rows[-1], flush=True)
             settle(port)
-    page = _page(rows, seen, start)
-    print(page)
-    if arguments.write:
-        RESULTS.write_text(page, encoding="utf-8")
+    publish("server_attacks.md", _page(rows, seen, start), arguments.write)
     return 0 if all(one.within_bounds for one in seen) else 1
 
 
@@ -268,25 +264,23 @@ def _row(name: str, seen: Watch) -> str:
     return f"| {name} | {answers} | {seen.slowest:.3f} | {seen.growth / 1e6:.0f} |"
 
 
-def _page(rows: Sequence[str], seen: Sequence[Watch], start: int) -> str:
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
-    return "\n".join([
+def _page(rows: Sequence[str], seen: Sequence[Watch], start: int) -> list[str]:
+    return [
         "# The server under attack", "",
-        f"{date.today()}, {hardware}. Model: `tiny` with random weights, one thread, no prefix cache, the limits that "
+        f"{date.today()}, {machine()}. Model: `tiny` with random weights, one thread, no prefix cache, the limits that "
         f"`gecko serve` has by default. The client runs on the same machine and waits {PATIENCE:g} s for its answers. "
         "Command: `python benchmarks/server_attacks.py`.", "",
         "| attack | answers | slowest `/health`, s | memory, + MB |", "|---|---|---:|---:|", *rows, "",
         f"Memory at the start: {start / 1e6:.0f} MB; at most {max(one.peak for one in seen) / 1e6:.0f} MB. "
         f"Bounds: `/health` answers within {LONGEST} s, and an attack adds at most {BOUND / 1e6:.0f} MB. "
         f"Failed calls of `/health`: {sum(one.failures for one in seen)}; "
-        f"attacks within all bounds: {sum(one.within_bounds for one in seen)} of {len(seen)}.", "",
-    ])  # fmt: skip
+        f"attacks within all bounds: {sum(one.within_bounds for one in seen)} of {len(seen)}.",
+    ]  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", metavar="TEXT", help="only attacks with this in their name")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} into benchmarks/results")
     return parser.parse_args()
 
 

@@ -33,12 +33,11 @@ from pathlib import Path
 import psutil
 import torch
 from engine_load import LONGEST, MOST, SHORTEST, EngineLoad, Rates, best_rates, draw_sizes, percentile, run, waits
+from measuring import command, machine, parser_of, publish
 
 import gecko
 from gecko.runtime.process import keep_freed_memory
-from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "server_load.md"
 CLASSES = ((16, 256), (256, 2_000), (2_000, 20_000))
 """Ranges of prompt lengths that are reported together, in tokens."""
 SHARED = "This is a beginning that one prompt in four has in common with others. " * 40
@@ -105,10 +104,7 @@ def main() -> int:
             numbers = _settled_numbers(port)
     checks = _checks(left, numbers)
     page = _report(arguments, model, _asked(rates, engine, closed), left, numbers, checks)
-    print(page)
-    if arguments.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(page, encoding="utf-8")
+    publish("server_load.md", page, arguments.write)
     return 0 if all(checks.values()) and _complete(closed) else 1
 
 
@@ -314,22 +310,20 @@ def _thirds(values: Sequence[int]) -> tuple[float, float]:
 def _report(
     arguments: argparse.Namespace, model: gecko.Gecko, asked: list[str], load: Load, numbers: dict[str, float],
     checks: dict[str, bool],
-) -> str:  # fmt: skip
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
+) -> list[str]:  # fmt: skip
     outcomes = Counter(visit.outcome for visit in load.visits)
     tokens = sum(len(visit.between) + (visit.first is not None) for visit in load.visits)
     prompts = sum(visit.length for visit in load.visits if visit.first is not None)
     gaps = [gap for visit in load.visits for gap in visit.between]
     early, late = _thirds(load.resident)
-    lines = [
+    return [
         "# The server under load", "",
-        f"{date.today()}, {hardware}. Model: {Path(arguments.model or 'tiny').name}, "
+        f"{date.today()}, {machine()}. Model: {Path(arguments.model or 'tiny').name}, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, float32, {arguments.threads} threads, "
         f"{arguments.rows} rows, {PREFIX_CACHE} MB of prefix cache. "
         f"{arguments.clients} clients on the same machine, {arguments.minutes:g} minutes for each part; "
         f"prompts of {SHORTEST} to {LONGEST:,} tokens, evenly by logarithm; answers of 8 to {MOST} tokens. "
-        f"Command: `python benchmarks/server_load.py --minutes {arguments.minutes:g} --clients {arguments.clients} "
-        f"--rows {arguments.rows} --threads {arguments.threads}`.", "",
+        f"Command: `{command(arguments)}`.", "",
         *asked, "## Clients of which a third leaves", "",
         "They leave after 2 s on average. A quarter of the prompts have a common beginning.", "",
         f"{len(load.visits):,} requests: " + ", ".join(f"{count:,} {name}" for name, count in outcomes.most_common()),
@@ -342,9 +336,8 @@ def _report(
         _row("all", gaps), "",
         f"Memory in use: {early / 1e6:.1f} MB in the first third of the time, {late / 1e6:.1f} MB in the last "
         f"(× {late / early:.3f}; medians), at most {max(load.resident) / 1e6:.1f} MB.", "",
-        *(f"- {'holds' if held else '**does not hold**'}: {what}" for what, held in checks.items()), "",
+        *(f"- {'holds' if held else '**does not hold**'}: {what}" for what, held in checks.items()),
     ]  # fmt: skip
-    return "\n".join(lines)
 
 
 def _firsts(load: Load, low: int, high: int) -> list[float]:
@@ -357,13 +350,12 @@ def _row(name: str, seconds: list[float]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=5, help="of each of the three parts")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rows", type=int, default=64, help="texts that the server continues side by side")
     parser.add_argument("--model", help="a folder with a model of bytes, instead of a new tiny one")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch in the server")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} into benchmarks/results")
     return parser.parse_args()
 
 

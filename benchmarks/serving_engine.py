@@ -17,7 +17,7 @@ from datetime import date
 from functools import partial
 
 import torch
-from measuring import publish
+from measuring import command, machine, parser_of, publish
 
 import gecko
 from gecko.inference import Prefill, Sampling, read
@@ -26,7 +26,6 @@ from gecko.inference.prefill import inference
 from gecko.inference.request import Finished, Request
 from gecko.inference.scheduler import STEP_SECONDS, Engine
 from gecko.runtime.process import keep_freed_memory
-from gecko.train.throughput import describe_hardware
 
 SAMPLINGS = {
     "greedy": Sampling(0.0),
@@ -95,12 +94,11 @@ def report(
     arguments: argparse.Namespace, model: gecko.Gecko, speeds: dict[str, list[float]], gaps: dict[str, Gaps]
 ) -> list[str]:
     """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     size = sum(parameter.numel() for parameter in model.parameters())
     return [
         "# Many texts side by side", "",
-        f"{date.today()}, {hardware}. Model: {arguments.model or arguments.preset}, {size:,} parameters, float32. "
-        f"Command: `{_command(arguments)}`.", "",
+        f"{date.today()}, {machine()}. Model: {arguments.model or arguments.preset}, {size:,} parameters, float32. "
+        f"Command: `{command(arguments)}`.", "",
         f"## Tokens a second, all texts together, by the median of {arguments.steps} steps", "",
         "| rows | " + " | ".join(speeds) + " |", "|---:|" + "---:|" * len(speeds),
         *(f"| {rows} | " + " | ".join(f"{speed[i]:,.0f}" for speed in speeds.values()) + " |"
@@ -221,20 +219,12 @@ def _warm_up(model: gecko.Gecko) -> None:
         engine.step()
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    model = f"--model {arguments.model}" if arguments.model else f"--preset {arguments.preset}"
-    options = f"--threads {arguments.threads} --steps {arguments.steps} --prompt {arguments.prompt}"
-    return f"python benchmarks/serving_engine.py {options} {model}"
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--steps", type=int, default=300, help="steps measured for each number")
     parser.add_argument("--prompt", type=int, default=50_000, help="tokens of the long prompt")
     parser.add_argument("--preset", default="tiny", help="architecture, with random weights")
     parser.add_argument("--model", help="a model's folder instead")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help="write the page into benchmarks/results")
     return parser.parse_args()
 
 

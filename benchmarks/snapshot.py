@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from measuring import DEMO, START, byte_tokens, describe, find_model, publish, text_files
+from measuring import DEMO, START, byte_tokens, describe, find_model, parser_of, publish, text_files
 from torch import Tensor
 
 import gecko
@@ -79,13 +79,11 @@ def _page(heading: str, length: int, again: float, rows: list[tuple[str, int, fl
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("texts", nargs="*", help="files that make up the book, over and over if they are short")
     parser.add_argument("--model", default=DEMO, help="a model's folder, or a run's")
     parser.add_argument("--length", type=int, default=1_000_000, help="bytes of the book")
     parser.add_argument("--repeats", type=int, default=20, help="questions from each snapshot")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help="write snapshot.md into benchmarks/results")
     return parser.parse_args()
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring import load, of_processor, publish
+from measuring import load, of_processor, parser_of, publish
 
 from gecko.train.metrics import read_metrics
 from gecko.train.throughput import describe_hardware, select_device
@@ -110,12 +110,11 @@ def page(results: list[Start], forgotten: int, arguments: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--recipe", default="gecko_125m")
     parser.add_argument("--length", type=int, default=512, help="tokens in the row")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     results, forgotten = [], 0

@@ -25,14 +25,12 @@ from datetime import date
 from pathlib import Path
 
 import tokenizers
-import torch
+from measuring import machine, parser_of, publish
 
 from gecko.data import load_tokenizer
 from gecko.data.executors import run_here
 from gecko.data.tokenize import TokenizingPlan
-from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "tokenizing.md"
 FAST = "tokenizers, encode_batch_fast"
 
 
@@ -70,10 +68,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, measure in ways.items():
             taken[name].append(measure())
-    page = report(arguments, taken)
-    print(page)
-    if arguments.write:
-        RESULTS.write_text(page, encoding="utf-8")
+    publish("tokenizing.md", report(arguments, taken), arguments.write)
 
 
 def alone(measure: Callable[..., Taken], *given: object) -> Taken:
@@ -109,17 +104,16 @@ def shards(arguments: argparse.Namespace) -> Taken:
         shutil.rmtree(folder.parent)
 
 
-def report(arguments: argparse.Namespace, taken: dict[str, list[Taken]]) -> str:
+def report(arguments: argparse.Namespace, taken: dict[str, list[Taken]]) -> list[str]:
     size = sum(Path(path).stat().st_size for path in arguments.text)
     seconds = {name: statistics.median(one.seconds for one in times) for name, times in taken.items()}
     processor = {name: statistics.median(one.processor for one in times) for name, times in taken.items()}
     names = sorted(Path(path).name for path in arguments.text)
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     command = f"python benchmarks/tokenizing.py --tokenizer {Path(arguments.tokenizer).name} --cores {arguments.cores}"
     lines = [
         "# Tokenizing",
         "",
-        f"{date.today()}, {hardware}; tokenizers {tokenizers.__version__}. {len(names)} files, {size:,} bytes "
+        f"{date.today()}, {machine()}; tokenizers {tokenizers.__version__}. {len(names)} files, {size:,} bytes "
         f"({names[0]} … {names[-1]}), {Path(arguments.tokenizer).name}, {arguments.cores} cores, medians of "
         f"{arguments.rounds} rounds in turns, load average {os.getloadavg()[1]:.1f}. Command: `{command} "
         f"--rounds {arguments.rounds} --text {shlex.quote('*.txt')}`.",
@@ -138,18 +132,16 @@ def report(arguments: argparse.Namespace, taken: dict[str, list[Taken]]) -> str:
         "",
         "The bare library encodes documents that are in memory, and no id leaves it; gecko reads files and writes "
         "checked shards.",
-        "",
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--text", nargs="+", required=True, help="text files, a document each")
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} into benchmarks/results")
     return parser.parse_args()
 
 

