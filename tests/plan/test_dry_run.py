@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from gecko.models.gecko import Block
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPUS, Assumptions, make_plan
-from gecko.plan.dry_run.device import DEVICE, FakeGPU
-from gecko.plan.dry_run.graphs import graph_count
-from gecko.plan.dry_run.ledger import MemoryLedger
+from gecko.plan.dry_run.device import DEVICE, FakeGPU, MemoryLedger
 from gecko.plan.dry_run.rank import RankStep, dry_step
 from gecko.plan.dry_run.trace import Trace, check_traces
-from gecko.plan.verify import representatives, verify
+from gecko.plan.verify import graph_count, representatives, verify
 from gecko.recipes import get_recipe
 from gecko.train import ParallelSettings, Run
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
 import gecko
 from gecko.models.gecko import Block
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan import GPUS, Assumptions, find_gpu, make_plan, traffic
+from gecko.plan import GPUS, Assumptions, Plan, find_gpu, make_plan
 from gecko.plan.counts import counts_of
 from gecko.plan.memory import group_sizes, state_memory
 from gecko.recipes import get_recipe
@@ -127,20 +127,23 @@ def test_traffic_of_one_gpu_is_none_and_grows_as_rings_do() -> None:
     config, gpu = config_of({}), GPUS["h100"]
     groups = group_sizes(config, bfloat16=True)
 
+    def planned(*sizes: int) -> Plan:
+        mesh = MeshSizes(*sizes)
+        run = replace(TINY, model=config, precision="bfloat16", batch_size=4 * mesh.data_ranks)
+        return Plan(replace(run, gradient_accumulation_steps=2), gpu, mesh, Assumptions())
+
     def sent(*sizes: int) -> dict[str, float]:
-        kinds = traffic(config, groups, MeshSizes(*sizes), gpu, parts=2, rows=3, itemsize=2)
-        return {name: kind.size for name, kind in kinds.items()}
+        return {name: kind.size for name, kind in planned(*sizes).traffic.items()}
 
     assert set(sent(1, 1, 1).values()) == {0.0}
     assert sent(1, 4, 1)["gather weights"] == 3 / 4 * 2 * (2 * groups.blocks + groups.rest)
     assert sent(1, 4, 1)["reduce gradients"] == 3 / 4 * 2 * groups.gradients
     assert sent(8, 4, 1)["sum over replicas"] == 2 * 7 / 8 * groups.gradients / 4
-    assert sent(1, 1, 2)["context exchange"] == 2 * 2 * 3 * counts_of(config).context_bytes(2, 2)
+    assert sent(1, 1, 2)["context exchange"] == 2 * 2 * 4 * counts_of(config).context_bytes(2, 2)
     # Measured with gloo: benchmarks/results/context_exchange.md.
     tiny = counts_of(gecko.GeckoConfig.preset("tiny"))
     assert [tiny.context_bytes(4, ranks) for ranks in (2, 4)] == [139_808, 255_584]
-    wide = traffic(config, groups, MeshSizes(1, 16, 1), gpu, parts=1, rows=1, itemsize=2)
-    assert wide["reduce gradients"].bandwidth == gpu.network
+    assert planned(1, 16, 1).traffic["reduce gradients"].bandwidth == gpu.network
 
 
 @pytest.mark.usefixtures("without_triton")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from gecko.models import ModelConfig
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.counts import FLOAT, HALF, Flops, counts_of
-from gecko.plan.memory import GroupSizes, group_sizes, state_memory, step_memory
+from gecko.plan.memory import group_sizes, state_memory, step_memory
 from gecko.records import unknown_name
 from gecko.train.run import Run
 from gecko.train.throughput import flops_per_token
@@ -70,37 +69,6 @@ class Traffic:
         return self.size / self.bandwidth
 
 
-def traffic(
-    config: ModelConfig, groups: GroupSizes, sizes: MeshSizes, gpu: GPU, *, parts: int, rows: int, itemsize: int,
-) -> dict[str, Traffic]:  # fmt: skip
-    """Return the bytes that one GPU sends in a step, by kind.
-
-    Collectives use ring algorithms: each of n ranks sends (n − 1) / n of the whole.
-
-    Args:
-        parts: accumulated parts of the step.
-        rows: rows of all parts together, on this GPU.
-        itemsize: bytes per number of the context exchange.
-    """
-    divided = sizes.shard * sizes.context
-    share = (divided - 1) / divided
-    link = _link(gpu, divided)
-    copies = (sizes.replicate - 1) / sizes.replicate
-    exchanged = counts_of(config).context_bytes(itemsize, sizes.context)
-    exchange = 2 * rows * config.num_layers * exchanged
-    return {
-        "gather weights": Traffic(share * parts * (2 * groups.blocks + groups.rest), link),
-        "reduce gradients": Traffic(share * parts * groups.gradients, link),
-        "sum over replicas": Traffic(2 * copies * groups.gradients / divided, _link(gpu, divided * sizes.replicate)),
-        "context exchange": Traffic(exchange if sizes.context > 1 else 0, _link(gpu, sizes.context)),
-    }
-
-
-def _link(gpu: GPU, ranks: int) -> float:
-    """Return the bandwidth of a ring of ``ranks`` GPUs, which is that of its slowest link."""
-    return gpu.node_link if ranks <= GPUS_PER_NODE else gpu.network
-
-
 @dataclass(frozen=True)
 class Assumptions:
     """Numbers that cannot be computed. Run a hundred steps, and set the values measured there."""
@@ -121,11 +89,6 @@ class Plan:
     run: Run
     gpu: GPU
     sizes: MeshSizes
-    flops: dict[str, Flops]
-    """FLOPs per token, by part."""
-    recomputed: float
-    """FLOPs per token of the second forward pass."""
-    traffic: dict[str, Traffic]
     assumptions: Assumptions
 
     @property
@@ -179,6 +142,46 @@ class Plan:
         fits = self.total <= self.gpu.memory
         return fits if self.measured or not fits else None
 
+    @cached_property
+    def flops(self) -> dict[str, Flops]:
+        """FLOPs per token, by part."""
+        return counts_of(self.run.model).flops(self.run.sequence_length)
+
+    @cached_property
+    def recomputed(self) -> float:
+        """FLOPs per token of the second forward pass: of whole blocks with ``full``, of all but linear layers with
+        ``selective``."""
+        mode, config = self.run.activation_checkpointing, self.run.model
+        kept = {"none": set(self.flops), "selective": {"linear", "head"}, "full": {"head"}}[mode]
+        flops = sum(part.forward for name, part in self.flops.items() if name not in kept)
+        # A block's last product is not needed for any gradient inside it, and PyTorch stops before it.
+        return flops - (2.0 * config.num_layers * config.model_dim * config.ffn_dim if mode == "full" else 0)
+
+    @cached_property
+    def traffic(self) -> dict[str, Traffic]:
+        """Communication in a step, by kind.
+
+        Collectives use ring algorithms: each of n ranks sends (n − 1) / n of the whole.
+        """
+        run, sizes, divided, parts = self.run, self.sizes, self.divided, self.run.gradient_accumulation_steps
+        groups = group_sizes(run.model, bfloat16=self.itemsize == HALF)
+        sent, copies = parts * (divided - 1) / divided, (sizes.replicate - 1) / sizes.replicate
+        exchanged = counts_of(run.model).context_bytes(self.itemsize, sizes.context) if sizes.context > 1 else 0
+        exchange = 2 * run.rows_per_rank(sizes.data_ranks) * run.model.num_layers * exchanged
+        link = self._link(divided)
+        return {
+            "gather weights": Traffic(sent * (2 * groups.blocks + groups.rest), link),
+            "reduce gradients": Traffic(sent * groups.gradients, link),
+            "sum over replicas": Traffic(
+                2 * copies * groups.gradients / divided, self._link(divided * sizes.replicate)
+            ),
+            "context exchange": Traffic(exchange, self._link(sizes.context)),
+        }
+
+    def _link(self, ranks: int) -> float:
+        """Return the bandwidth of a ring of ``ranks`` GPUs, which is that of its slowest link."""
+        return self.gpu.node_link if ranks <= GPUS_PER_NODE else self.gpu.network
+
     @property
     def tokens(self) -> float:
         """Tokens per GPU and step."""
@@ -200,11 +203,8 @@ class Plan:
     @property
     def utilisation(self) -> float:
         """Model FLOPs utilization (MFU), as training reports it."""
-        return (
-            self.tokens
-            * flops_per_token(self.run.model, self.run.sequence_length)
-            / (self.step_seconds * self.gpu.peak)
-        )
+        needed = flops_per_token(self.run.model, self.run.sequence_length)
+        return self.tokens * needed / (self.step_seconds * self.gpu.peak)
 
     @property
     def days(self) -> float | None:
@@ -236,21 +236,5 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
     mesh, remedy = run.parallel, "--gpus: with parallel.replicate=1 parallel.shard=none a multiple of context"
     sizes = MeshSizes.of(gpus, mesh.replicate, mesh.shard, mesh.context, remedy)
-    rows = run.rows_per_rank(sizes.data_ranks)
-    half = run.precision != "float32"
-    sent = traffic(
-        run.model, group_sizes(run.model, bfloat16=half), sizes, gpu,
-        parts=run.gradient_accumulation_steps, rows=rows, itemsize=HALF if half else FLOAT,
-    )  # fmt: skip
-    parts = counts_of(run.model).flops(run.sequence_length)
-    return Plan(run, gpu, sizes, parts, _recomputed(run, parts), sent, assumptions)
-
-
-def _recomputed(run: Run, parts: dict[str, Flops]) -> float:
-    """Return the recomputed FLOPs per token: whole blocks with ``full``, all but linear layers with ``selective``."""
-    kept = {"none": set(parts), "selective": {"linear", "head"}, "full": {"head"}}[run.activation_checkpointing]
-    flops = sum(part.forward for name, part in parts.items() if name not in kept)
-    if run.activation_checkpointing == "full":
-        # A block's last product is not needed for any gradient inside it, and PyTorch stops before it.
-        flops -= 2.0 * run.model.num_layers * run.model.model_dim * run.model.ffn_dim
-    return flops
+    run.rows_per_rank(sizes.data_ranks)  # raises an error if there is none
+    return Plan(run, gpu, sizes, assumptions)

@@ -1,12 +1,12 @@
 """FLOPs, state and exchanged bytes of a Gecko and of a Llama, counted on the code.
 
-``counts_of(config)`` returns a ``Counts``: ``GeckoCounts``, also for relatives such as Megalodon, or ``LlamaCounts``.
+``counts_of(config)`` returns ``GeckoCounts``, also for relatives such as Megalodon, or ``LlamaCounts``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -42,12 +42,14 @@ STATE_PARTS = ("clock", "timestep norms", "CEMA", "attention window", "working m
 
 @dataclass(frozen=True)
 class GeckoCounts:
-    """``Counts`` of a Gecko."""
+    """Numbers of a Gecko."""
 
     config: GeckoConfig
 
     def flops(self, length: int) -> dict[str, Flops]:
-        """Return the FLOPs per token of the matrix products in the code, without element-wise operations.
+        """Return the FLOPs per token of the matrix products in the code, by part, for rows of ``length`` tokens.
+
+        Element-wise operations are left out.
 
         For a layer, with D, Z, V, F the model, key, value and feed-forward widths, z = Z / heads, v = V / heads, G norm
         groups, N modes, c the attention chunk, w the attention window and C = 64 the scan chunk:
@@ -81,10 +83,11 @@ class GeckoCounts:
         }
 
     def keys(self, length: int) -> str:
+        """Describe the number of keys that attention computes per token of such a row."""
         return f"whole windows of {self._windows * self.config.chunk_size:,} keys"
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
-        """Return the bytes of the state, which do not depend on ``length``.
+        """Return the bytes of the state by part, for weights of ``itemsize`` bytes. They do not depend on ``length``.
 
         The state is float32, except the values in the attention window.
         """
@@ -96,14 +99,15 @@ class GeckoCounts:
         return sizes
 
     def piece(self) -> int:
+        """Return the number of tokens per piece in which a prompt is read."""
         return piece_length(self.config)
 
     def context_bytes(self, itemsize: int, ranks: int) -> int:
-        """Return the bytes that the busiest context rank sends in a layer's forward pass, per row.
+        """Return the bytes that the busiest of ``ranks`` context ranks sends in a layer's forward pass, per row.
 
-        To the next rank it sends the last attention chunk's z, from which that computes the keys, and its values. To
-        every later rank it sends the states of CEMA and of the norm, the memory's affine map A, B, and two weights.
-        ``benchmarks/context_exchange.py`` measures them.
+        The backward pass sends the same number. To the next rank it sends the last attention chunk's z, from which that
+        computes the keys, and its values. To every later rank it sends the states of CEMA and of the norm, the memory's
+        affine map A, B, and two weights. ``benchmarks/context_exchange.py`` measures them.
         """
         config = self.config
         remembers = config.memory != "none"
@@ -162,7 +166,7 @@ def state_part(name: str) -> str:
 
 @dataclass(frozen=True)
 class LlamaCounts:
-    """``Counts`` of a Llama."""
+    """The same numbers of a Llama."""
 
     config: LlamaConfig
 
@@ -192,6 +196,7 @@ class LlamaCounts:
         return f"{length // 2:,} keys on average"
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
+        """Return the bytes of keys and values after one row of ``length`` tokens."""
         one = self.config.num_layers * self.config.key_value_dim * length * itemsize
         return {"keys": one, "values": one}
 
@@ -203,31 +208,6 @@ class LlamaCounts:
         return 0
 
 
-class Counts(Protocol):
-    """Numbers of an architecture, counted on the code."""
-
-    def flops(self, length: int) -> dict[str, Flops]:
-        """Return the FLOPs per token of all layers, by part, for rows of ``length`` tokens (many chunks)."""
-
-    def keys(self, length: int) -> str:
-        """Describe the number of keys that attention computes per token of such a row."""
-
-    def state(self, length: int, itemsize: int) -> dict[str, int]:
-        """Return the bytes of the state after one row of ``length`` tokens, by part.
-
-        ``itemsize`` is that of the weights' dtype.
-        """
-
-    def piece(self) -> int:
-        """Return the number of tokens per piece in which a prompt is read."""
-
-    def context_bytes(self, itemsize: int, ranks: int) -> int:
-        """Return the bytes that the busiest of ``ranks`` context ranks sends in a layer's forward pass, per row.
-
-        The backward pass sends the same number.
-        """
-
-
-def counts_of(config: ModelConfig) -> Counts:
+def counts_of(config: ModelConfig) -> GeckoCounts | LlamaCounts:
     """Return the counts of a model of this config."""
     return LlamaCounts(config) if isinstance(config, LlamaConfig) else GeckoCounts(config)

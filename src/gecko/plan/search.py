@@ -8,7 +8,7 @@ from typing import get_args
 
 from gecko.models.common import ActivationCheckpointing
 from gecko.plan import GPU, Assumptions, Plan, make_plan
-from gecko.plan.dry_run.ledger import GRADIENTS, KEPT, LOSS, OPTIMIZER, PARAMETERS, WORK
+from gecko.plan.dry_run.device import GRADIENTS, KEPT, LOSS, OPTIMIZER, PARAMETERS, WORK
 from gecko.train.run import Run
 
 MODES = get_args(ActivationCheckpointing)

@@ -18,8 +18,7 @@ import torch
 from gecko.models import ModelConfig, meta_model
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan.dry_run.device import DEVICE, FakeGPU
-from gecko.plan.dry_run.ledger import MemoryLedger, Peak
+from gecko.plan.dry_run.device import DEVICE, FakeGPU, MemoryLedger, Peak
 from gecko.plan.dry_run.rank import FORWARD, LOSS_MOMENT, UPDATE, backward_of, dry_step
 from gecko.train import Run, ScheduleSettings
 

@@ -20,19 +20,8 @@ from gecko.models import LanguageModel, meta_model
 from gecko.parallel.context import ContextGroup
 from gecko.parallel.fsdp import empty_sharded_model, whole
 from gecko.parallel.mesh import MeshSizes, Ranks
-from gecko.plan.dry_run.device import DEVICE, FakeGPU
-from gecko.plan.dry_run.ledger import (
-    CARRIED,
-    GRADIENTS,
-    KEPT,
-    LOSS,
-    OPTIMIZER,
-    OTHER,
-    PARAMETERS,
-    WORK,
-    MemoryLedger,
-    Peak,
-)
+from gecko.plan.dry_run import device
+from gecko.plan.dry_run.device import DEVICE, FakeGPU, MemoryLedger, Peak
 from gecko.plan.dry_run.trace import Trace
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run
@@ -132,15 +121,15 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     else:
         model = model.to_empty(device=DEVICE)
         model.tie()
-    ledger.mark(_local(model.parameters()), PARAMETERS)
+    ledger.mark(_local(model.parameters()), device.PARAMETERS)
     optimizer = build_optimizer(model, run.optimizer)
-    ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), OPTIMIZER)
+    ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), device.OPTIMIZER)
     carried = carried_state(run, model, ranks)
     _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
     _mark_carried(carried, ledger)
-    ledger.use, ledger.moment = WORK, FORWARD
+    ledger.use, ledger.moment = device.WORK, FORWARD
     ledger.restart()
     trace.restart()
     start_step(
@@ -148,7 +137,7 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
         learning_rate=run.optimizer.learning_rate, clip=run.optimizer.clip, precision=run.precision, rule=rule,
         ranks=ranks, carried=carried,
     )  # fmt: skip
-    ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
+    ledger.mark(_local(parameter.grad for parameter in model.parameters()), device.GRADIENTS)
     if carried is not None:
         carried.advance()
         _mark_carried(carried, ledger)
@@ -156,7 +145,7 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
 
 def _mark_carried(carried: CarriedState | None, ledger: MemoryLedger) -> None:
     if carried is not None:
-        ledger.mark((x for state in carried.before for x in state.tensors().values()), CARRIED)
+        ledger.mark((x for state in carried.before for x in state.tensors().values()), device.CARRIED)
 
 
 def _prepare(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
@@ -183,21 +172,21 @@ def _watch_parts(model: LanguageModel, optimizer: torch.optim.Optimizer, ledger:
 
     def start(*_: Any) -> None:
         if backward_pass() < 0:  # else the block is computed again
-            enter(FORWARD, WORK)
+            enter(FORWARD, device.WORK)
 
     def differentiate(number: int, _: Any) -> None:
         if number == last:
-            ledger.relabel(WORK, KEPT)
-        enter(backward_of(number), WORK)
+            ledger.relabel(device.WORK, device.KEPT)
+        enter(backward_of(number), device.WORK)
 
     def end(number: int, _: Any, __: Any, output: Any) -> None:
         if backward_pass() < 0:
             x = output[0] if isinstance(output, tuple) else output
             x.register_hook(partial(differentiate, number))
             if number == last:
-                enter(LOSS_MOMENT, LOSS)
+                enter(LOSS_MOMENT, device.LOSS)
 
     model.blocks[0].register_forward_pre_hook(start)
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(partial(end, number))
-    optimizer.register_step_pre_hook(lambda *_: enter(UPDATE, OTHER))
+    optimizer.register_step_pre_hook(lambda *_: enter(UPDATE, device.OTHER))
