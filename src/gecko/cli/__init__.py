@@ -18,13 +18,12 @@ from gecko.cli.common import ErrorReportingGroup, echo
 from gecko.cli.convert import Average, Consolidate, Convert, Export, Quantize
 from gecko.cli.doctor import Doctor
 from gecko.cli.eval import Academic, Diagnose, Perplexity, Positions, Retrieval, Scrolls
-from gecko.cli.finetune import Finetune
 from gecko.cli.generate import Generate
 from gecko.cli.plan import Info, PlanTraining
 from gecko.cli.serve import Serve
 from gecko.cli.states import Diff, Read, Show
 from gecko.cli.tokenize import Tokenize
-from gecko.cli.train import Compare, Report, Train
+from gecko.cli.train import Compare, Finetune, Report, Train
 from gecko.runtime.process import __version__
 
 __all__ = ["app", "main"]

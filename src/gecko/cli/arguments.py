@@ -139,13 +139,6 @@ def load_any_model(
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
-def load_model(name: str, tokenizer: str | None, device: str, dtype: str | None) -> tuple[Gecko, Tokenizer]:
-    """Load a Gecko as ``load_any_model`` does."""
-    model, vocabulary = load_any_model(name, tokenizer, device, dtype, find_gecko)
-    assert isinstance(model, Gecko)
-    return model, vocabulary
-
-
 def named_dtype(name: str) -> torch.dtype:
     """Return the dtype that ``--dtype`` names. An unknown name raises ValueError."""
     if name not in DTYPES:

@@ -143,9 +143,12 @@ class LoadsModel(TakesTokenizer, TakesDevice):
 
     def load(self) -> tuple[Gecko, Tokenizer]:
         """Load a Gecko and its tokenizer for inference."""
-        from gecko.cli.arguments import load_model
+        from gecko.cli.arguments import find_gecko, load_any_model
+        from gecko.models.gecko import Gecko
 
-        return load_model(self.model, self.tokenizer, self.device, self.dtype)
+        model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, self.dtype, find_gecko)
+        assert isinstance(model, Gecko)
+        return model, tokenizer
 
 
 class WritesFile(Command):

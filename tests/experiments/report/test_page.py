@@ -21,8 +21,7 @@ from gecko.eval.academic import TASKS as ACADEMIC
 from gecko.eval.scrolls import TASKS as SCROLLS
 from gecko.eval.scrolls import Question, QuestionSet, scrolls
 from gecko.experiments.inputs import gather
-from gecko.experiments.report import build_sections, write_page
-from gecko.experiments.report.sections import TABLES, published
+from gecko.experiments.report import TABLES, build_sections, published, write_page
 from gecko.train import train
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
