@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 import gecko
 from gecko.config import GeckoConfig
+from gecko.eval.diagnose import Diagnosis, diagnose
 from gecko.eval.results import Results, Score, Values, bootstrap_mean
-from gecko.eval.synthetic import Diagnosis, diagnose
 from gecko.experiments.table import grouped
 from gecko.inference.prefill import inference
 from gecko.layers.gated_attention import GatedAttention

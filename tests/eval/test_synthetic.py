@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.config import GeckoConfig
-from gecko.eval.synthetic import TASKS, Diagnosis, TaskSize, diagnose, guessing, hits_by_distance, mqar
+from gecko.eval.diagnose import SMALL, Diagnosis, diagnose
+from gecko.eval.synthetic import TASKS, SyntheticBatch, TaskSize, guessing, hits_by_distance, mqar
 from gecko.ops.loss import IGNORED
 
 SIZES = st.builds(
@@ -21,12 +24,17 @@ SIZES = st.builds(
 )  # fmt: skip
 
 
-def made(task: str, size: TaskSize, rows: int = 4, seed: int = 0):  # type: ignore[no-untyped-def]
+STATES = ("parity", "counting", "permutations")
+COPIES = sorted(set(TASKS) - {"memorization", *STATES})
+"""Tasks whose answers stand in the row."""
+
+
+def made(task: str, size: TaskSize, rows: int = 4, seed: int = 0) -> SyntheticBatch:
     return TASKS[task](size, rows, torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=60)
-@given(task=st.sampled_from(sorted(TASKS)), size=SIZES, seed=st.integers(0, 99))
+@settings(max_examples=100)
+@given(task=st.sampled_from(COPIES), size=SIZES, seed=st.integers(0, 99))
 def test_every_answer_stands_at_its_source(task: str, size: TaskSize, seed: int) -> None:
     batch = made(task, size, seed=seed)
     assert batch.tokens.shape == batch.targets.shape == batch.sources.shape == (4, size.length)
@@ -37,7 +45,90 @@ def test_every_answer_stands_at_its_source(task: str, size: TaskSize, seed: int)
     sources = batch.sources[rows, places]
     assert bool((sources < places).all())
     assert torch.equal(batch.tokens[rows, sources], batch.targets[rows, places])
-    assert asked.sum(1).tolist() == [1 if task == "induction_heads" else size.items] * 4
+    counts = {"induction_heads": 1, "mqar": size.items, "selective_copying": size.items}
+    assert asked.sum(1).tolist() == [counts[task]] * 4 if task in counts else bool((asked.sum(1) >= 1).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(task=st.sampled_from(["recall", "noisy_recall", "fuzzy_recall"]), size=SIZES, seed=st.integers(0, 99))
+def test_recall_asks_for_every_key_that_was_there(task: str, size: TaskSize, seed: int) -> None:
+    """A reader who splits the row at its kinds of tokens finds the same questions and answers; the last pair is one."""
+    batch, fuzzy = made(task, size, seed=seed), task == "fuzzy_recall"
+    half = (size.vocab_size - 1) // 2 if fuzzy else size.vocab_size // (2 if task == "recall" else 4)
+    kind = {
+        **dict.fromkeys(range(fuzzy, fuzzy + half), "k"),
+        **dict.fromkeys(range(fuzzy + half, fuzzy + 2 * half), "v"),
+    }
+    for row in range(4):
+        tokens = batch.tokens[row].tolist()
+        kinds = "".join(kind.get(token, "-") for token in tokens)
+        pairs = list(re.compile("k+v+").finditer(kinds, 0 if fuzzy else size.length % 2))
+        known: dict[tuple[int, ...], list[int]] = {}
+        asked: dict[int, int] = {}
+        for pair in pairs:
+            split = pair.start() + pair[0].count("k")
+            key, value = tuple(tokens[pair.start() : split]), tokens[split : pair.end()]
+            if key in known:
+                assert known[key] == value
+                asked |= {split - 1 + place: token for place, token in enumerate(value)}
+            known[key] = value
+        wanted = [asked.get(place, IGNORED) for place in range(size.length)]
+        assert batch.targets[row].tolist() == wanted
+        assert wanted[-2] != IGNORED, "the last token asked for is that of the last pair"
+
+
+def test_noise_has_its_share_and_its_own_half() -> None:
+    batch = made("noisy_recall", TaskSize(512, 64, noise_share=0.4), rows=64)
+    assert float((batch.tokens >= 32).double().mean()) == pytest.approx(0.4, abs=0.02)
+
+
+def test_memorized_values_are_the_same_in_all_rows() -> None:
+    size, known = TaskSize(64, 21), {}
+    for seed in range(20):
+        batch = made("memorization", size, seed=seed)
+        rows, places = (batch.targets != IGNORED).nonzero(as_tuple=True)
+        assert set(batch.tokens[rows, places].tolist()) == {20} and len(places) == 4 * 32
+        assert torch.equal(batch.sources[rows, places], places - 1)
+        for key, value in zip(
+            batch.tokens[rows, places - 1].tolist(), batch.targets[rows, places].tolist(), strict=True
+        ):
+            assert known.setdefault(key, value) == value
+    assert sorted(known) == list(range(10)) and sorted(known.values()) == list(range(10, 20))
+
+
+@settings(max_examples=30)
+@given(task=st.sampled_from(STATES), items=st.integers(2, 4), seed=st.integers(0, 99))
+def test_states_follow_from_all_tokens_so_far(task: str, items: int, seed: int) -> None:
+    batch = made(task, TaskSize(40, 24, items), seed=seed)
+    assert not batch.sources.any()
+    every = list(itertools.permutations(range(items)))
+    for row in range(4):
+        tokens, state = batch.tokens[row].tolist(), tuple(range(items))
+        for place, token in enumerate(tokens):
+            answer = int(batch.targets[row, place])
+            if task == "permutations":
+                state = tuple(every[token][i] for i in state)
+                assert every[answer] == state
+            else:
+                modulus = 2 if task == "parity" else items
+                assert answer == sum(tokens[: place + 1]) % modulus and max(tokens) < modulus
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_answers_that_are_known_are_right_and_guesses_are_chance(task: str) -> None:
+    size = TaskSize(64, 24, 4)
+    batch = made(task, size, rows=400)
+    asked = batch.targets != IGNORED
+    assert all(all(hits) for hits in hits_by_distance(batch, batch.targets, 16).values())
+    answers = batch.targets[asked].unique()
+    if task == "mqar":  # a guess knows the values of its row
+        own = batch.targets.masked_fill(~asked, -1).topk(4, 1).values
+        guesses = own.gather(1, torch.randint(4, (*own.shape[:1], 64)))
+    else:
+        guesses = answers[torch.randint(len(answers), asked.shape)]
+    hits = [hit for every in hits_by_distance(batch, guesses, 16).values() for hit in every]
+    chance = guessing(task, size)
+    assert sum(hits) / len(hits) == pytest.approx(chance, abs=4 * (chance / len(hits)) ** 0.5)
 
 
 @settings(max_examples=30)
@@ -97,7 +188,12 @@ def test_hits_are_told_by_distance_in_chunks() -> None:
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_sizes_that_do_not_fit_are_refused(task: str) -> None:
     with pytest.raises(ValueError, match=f"{task} needs"):
-        made(task, TaskSize(length=3, vocab_size=8, items=8))
+        made(task, TaskSize(length=0 if task in STATES else 1, vocab_size=8, items=8))
+
+
+def test_too_many_permutations_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="a token for each of its 9! permutations"):
+        made("permutations", TaskSize(vocab_size=400_000, items=9))
 
 
 def test_guessing() -> None:
@@ -131,6 +227,15 @@ def test_training_beats_guessing_and_is_the_same_again() -> None:
     assert again[0] == again[1]
     other = diagnose("mqar", dataclasses.replace(short, seed=1), torch.device("cpu")).details
     assert other != again[0]
+
+
+@pytest.mark.parametrize("architecture", sorted(SMALL))
+def test_every_architecture_learns_to_count(architecture: str) -> None:
+    """Parity of two bits."""
+    diagnosis = Diagnosis(TaskSize(2, 16, 2), SMALL[architecture], steps=150, learning_rate=3e-3, test_rows=64)
+    results = diagnose("parity", diagnosis, torch.device("cpu"))
+    assert results.scores[0].value > 0.8
+    assert results.settings["config"] == SMALL[architecture].to_dict()
 
 
 def test_a_task_grows_to_its_size() -> None:

@@ -212,23 +212,31 @@ class Retrieval(SeededEvaluation):
 class Diagnose(ReportedEvaluation):
     """Train a small model on a synthetic task from scratch, and measure its accuracy by distance in chunks.
 
-    **Example**
+    **Examples**
 
         gecko eval diagnose mqar size.length=256 model.chunk_size=32 model.memory=none steps=400
+
+        gecko eval diagnose parity --architecture llama steps=400
     """
 
     task: str = argument("TASK")
-    """Task: mqar, selective_copying or induction_heads."""
+    """Task: mqar, selective_copying, induction_heads, recall, noisy_recall, fuzzy_recall, memorization, parity,
+    counting or permutations."""
     overrides: list[str] = argument("KEY=VALUE...", [])
     """Settings, such as steps=800 size.items=16 model.memory=none."""
+    architecture: str = "gecko"
+    """gecko or llama."""
 
     def evaluate(self) -> tuple[Results, Mapping[str, Any], torch.device]:
-        from gecko.eval.synthetic import Diagnosis, diagnose
+        from gecko.config import named
+        from gecko.eval.diagnose import SMALL, Diagnosis, diagnose
         from gecko.train.settings import set_fields
         from gecko.train.throughput import select_device
 
-        device, values = select_device(self.device), dataclasses.asdict(Diagnosis())
+        device, model = select_device(self.device), named(SMALL, self.architecture)
+        values = dataclasses.asdict(Diagnosis(model=model))
         set_fields(values, self.overrides)
+        values["model"]["model_type"] = self.architecture
         diagnosis = build(Diagnosis, values, texts=True)
         keep_freed_memory()
         with _progress() as report:

@@ -1,4 +1,8 @@
-"""Synthetic tasks of random tokens, and ``diagnose``, which trains and tests a small model on one of them.
+"""Synthetic tasks of random tokens: recall, copying, and tracking of a state.
+
+``mqar`` is Zoology's (Arora et al., 2023). The tasks of recall, ``selective_copying`` and ``memorization`` are MAD's
+(Poli et al., 2024), for a language model. ``parity``, ``counting`` and ``permutations`` ask for a state after every
+token. MAD's compression is missing: it trains an auto-encoder, whose decoder is no part of a language model.
 
 A batch has the position of the token that each answer repeats, so that accuracy can be reported by distance.
 """
@@ -6,17 +10,14 @@ A batch has the position of the token that each answer repeats, so that accuracy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import permutations as orders
 
 import torch
 from torch import Tensor
 
-from gecko.config import GeckoConfig
-from gecko.eval.results import Report, Results, Score, quiet, share
-from gecko.inference.prefill import inference
-from gecko.models.gecko import Gecko
+from gecko.config import LARGEST
 from gecko.ops.loss import IGNORED
 from gecko.records import unknown_name
 
@@ -29,7 +30,8 @@ class SyntheticBatch:
     targets: Tensor
     """Answer that follows each token; ``IGNORED`` if there is none."""
     sources: Tensor
-    """Position in the row of the token that the answer repeats; −1 if there is no answer."""
+    """Position in the row of the token that the answer repeats, or of the first one that it follows from; −1 if there
+    is no answer."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class TaskSize:
     noise: bool = True
     """MQAR: random tokens, which may be keys and values, between the queries; otherwise token 0 (Zoology's
     ``random_non_queries``)."""
+    noise_share: float = 0.2
+    """Noisy recall: share of the pairs that are noise, of the upper half of the vocabulary."""
 
 
 def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
@@ -118,16 +122,173 @@ def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> Sy
     return SyntheticBatch(tokens, *_asked(tokens, last, tokens.gather(1, first + 1), first + 1))
 
 
+def recall(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    """Generate pairs of a key and its value in the row, again and again; a key that was there is asked for its value.
+
+    As in MAD's in-context recall, keys are the lower half of the vocabulary, values the upper half, and the last pair
+    is one that was there. ``size.items`` has no effect.
+    """
+    return _recall("recall", size, size.vocab_size, 0.0, rows, generator)
+
+
+def noisy_recall(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    """Generate ``recall`` in the lower half of the vocabulary, among pairs of noise from the upper half."""
+    return _recall("noisy_recall", size, size.vocab_size // 2, size.noise_share, rows, generator)
+
+
+def _recall(
+    name: str, size: TaskSize, vocab_size: int, noise: float, rows: int, generator: torch.Generator
+) -> SyntheticBatch:
+    pairs, half = size.length // 2, vocab_size // 2
+    if pairs < 2 or half < 2 or not 0 <= noise < 1:
+        raise ValueError(
+            f"{name} needs a length of at least 4, at least 2 keys and 2 values, and a noise_share in 0..1; got "
+            f"length={size.length}, vocab_size={size.vocab_size}, noise_share={size.noise_share}."
+        )
+    every = torch.arange(rows, device="cpu")
+    quiet = torch.rand(rows, pairs, generator=generator, dtype=torch.float32, device="cpu") >= noise
+    quiet[every, torch.randint(pairs - 1, (rows,), generator=generator, device="cpu")] = True
+    quiet[:, -1] = True
+    keys = torch.randint(half, (rows, pairs), generator=generator, device="cpu")
+    keys[:, -1] = keys.gather(1, torch.multinomial(quiet[:, :-1].float(), 1, generator=generator)).squeeze(1)
+    meanings = torch.randint(half, vocab_size - vocab_size % 2, (rows, half), generator=generator, device="cpu")
+    low = vocab_size if vocab_size < size.vocab_size else 0
+    noise_drawn = torch.randint(low, size.vocab_size, (rows, pairs, 2), generator=generator, device="cpu")
+    found = torch.where(quiet[..., None], torch.stack([keys, meanings.gather(1, keys)], dim=-1), noise_drawn)
+    tokens = torch.zeros(rows, size.length, dtype=torch.int64, device="cpu")
+    tokens[:, -2 * pairs :] = found.flatten(1)
+    same = (keys[:, :, None] == keys[:, None, :]) & quiet[:, :, None] & quiet[:, None, :]
+    places = torch.where(same.tril(-1), torch.arange(pairs, device="cpu"), -1).amax(-1)
+    row, pair = (places >= 0).nonzero(as_tuple=True)
+    first = size.length - 2 * pairs
+    targets, sources = torch.full_like(tokens, IGNORED), torch.full_like(tokens, -1)
+    targets[row, first + 2 * pair] = found[row, pair, 1]
+    sources[row, first + 2 * pair] = first + 2 * places[row, pair] + 1
+    return SyntheticBatch(tokens, targets, sources)
+
+
+def fuzzy_recall(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    """Generate ``recall`` whose keys and values have one to three different tokens; every token of a value is asked.
+
+    A row begins with token 0, which is no key, where a pair does not fit.
+    """
+    half = (size.vocab_size - 1) // 2
+    if size.length < 12 or half < 3:
+        raise ValueError(
+            f"fuzzy_recall needs a length of at least 12 and a vocabulary of at least 7; got {size.length} and "
+            f"{size.vocab_size}."
+        )
+
+    def motif(first: int) -> tuple[int, ...]:
+        count = int(torch.randint(1, 4, (), generator=generator, device="cpu"))
+        return tuple((first + torch.randperm(half, generator=generator, device="cpu")[:count]).tolist())
+
+    tokens = torch.zeros(rows, size.length, dtype=torch.int64, device="cpu")
+    targets, sources = torch.full_like(tokens, IGNORED), torch.full_like(tokens, -1)
+    for row in range(rows):
+        values: dict[tuple[int, ...], tuple[int, ...]] = {}
+        pairs, length = [], 0
+        while length + 6 <= size.length - 6:
+            key = motif(1)
+            values.setdefault(key, motif(1 + half))
+            pairs.append(key)
+            length += len(key) + len(values[key])
+        pairs.append(pairs[int(torch.randint(len(pairs), (), generator=generator, device="cpu"))])
+        place = size.length - length - len(pairs[-1]) - len(values[pairs[-1]])
+        seen: dict[tuple[int, ...], int] = {}
+        for key in pairs:
+            begin, value = place + len(key), values[key]
+            tokens[row, place : begin + len(value)] = torch.tensor([*key, *value], device="cpu")
+            if key in seen:
+                asked = slice(begin - 1, begin - 1 + len(value))
+                targets[row, asked] = torch.tensor(value, device="cpu")
+                sources[row, asked] = torch.arange(seen[key], seen[key] + len(value), device="cpu")
+            seen[key], place = begin, begin + len(value)
+    return SyntheticBatch(tokens, targets, sources)
+
+
+def memorization(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    """Generate keys, each followed by a mark, the last id, which is answered by the key's value: the same in all rows.
+
+    The weights must hold the values. Their source is the key.
+    """
+    half = (size.vocab_size - 1) // 2
+    if size.length < 2 or half < 2:
+        raise ValueError(
+            f"memorization needs a length of at least 2 and a vocabulary of at least 5; got {size.length} and "
+            f"{size.vocab_size}."
+        )
+    values = half + torch.randperm(half, generator=torch.Generator().manual_seed(12345), device="cpu")
+    keys = torch.randint(half, (rows, size.length // 2), generator=generator, device="cpu")
+    tokens = torch.full((rows, size.length), size.vocab_size - 1, dtype=torch.int64, device="cpu")
+    tokens[:, 0 : 2 * keys.shape[1] : 2] = keys
+    marks = (1 + 2 * torch.arange(keys.shape[1], device="cpu")).expand(rows, -1)
+    return SyntheticBatch(tokens, *_asked(tokens, marks, values[keys], marks - 1))
+
+
+def parity(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    """Generate bits; each is answered by the parity of all bits up to it. ``size.items`` has no effect."""
+    return _sums("parity", 2, size, rows, generator)
+
+
+def counting(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    """Generate numbers below ``size.items``; each is answered by the sum of all up to it, modulo ``size.items``."""
+    return _sums("counting", size.items, size, rows, generator)
+
+
+def _sums(name: str, modulus: int, size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    _check_states(name, modulus, size, f"{modulus} numbers")
+    tokens = torch.randint(modulus, (rows, size.length), generator=generator, device="cpu")
+    return SyntheticBatch(tokens, tokens.cumsum(1) % modulus, torch.zeros_like(tokens))
+
+
+def permutations(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
+    """Generate permutations of ``size.items`` things; each is answered by the product of all up to it.
+
+    The token of a permutation is its place in lexicographic order. From five things on, no circuit of constant depth
+    computes the product (the word problem of S5).
+    """
+    count = math.factorial(size.items) if size.items <= 8 else LARGEST + 1
+    _check_states("permutations", count, size, f"{size.items}! permutations")
+    every = torch.tensor(list(orders(range(size.items))), device="cpu")
+    order = torch.full((size.items**size.items,), -1, dtype=torch.int64, device="cpu")
+    weights = size.items ** torch.arange(size.items, device="cpu")
+    order[every @ weights] = torch.arange(count, device="cpu")
+    tokens = torch.randint(count, (rows, size.length), generator=generator, device="cpu")
+    states, state = [], every[:1].expand(rows, -1)
+    for column in tokens.unbind(1):
+        state = every[column].gather(1, state)
+        states.append(order[state @ weights])
+    return SyntheticBatch(tokens, torch.stack(states, dim=1), torch.zeros_like(tokens))
+
+
+def _check_states(name: str, states: int, size: TaskSize, shown: str) -> None:
+    if not 2 <= states <= size.vocab_size or size.length < 1:
+        raise ValueError(
+            f"{name} needs at least 2 states, a token for each of its {shown}, and a length of at least 1; got "
+            f"items={size.items}, vocab_size={size.vocab_size}, length={size.length}."
+        )
+
+
 Maker = Callable[[TaskSize, int, torch.Generator], SyntheticBatch]
 TASKS: Mapping[str, Maker] = {
-    "mqar": mqar, "selective_copying": selective_copying, "induction_heads": induction_heads,
+    task.__name__: task for task in (
+        mqar, selective_copying, induction_heads, recall, noisy_recall, fuzzy_recall, memorization, parity, counting,
+        permutations,
+    )
 }  # fmt: skip
 
 
 def guessing(task: str, size: TaskSize) -> float:
     """Return the accuracy of a uniform guess among the possible answers of a row."""
-    shown = {"mqar": size.items, "selective_copying": size.vocab_size - 2, "induction_heads": size.vocab_size - 1}
-    return 1 / shown[check_task(task)]
+    shown: dict[str, Callable[[], int]] = {
+        "mqar": lambda: size.items, "selective_copying": lambda: size.vocab_size - 2,
+        "induction_heads": lambda: size.vocab_size - 1, "recall": lambda: size.vocab_size // 2,
+        "noisy_recall": lambda: size.vocab_size // 2 // 2, "fuzzy_recall": lambda: (size.vocab_size - 1) // 2,
+        "memorization": lambda: (size.vocab_size - 1) // 2, "parity": lambda: 2, "counting": lambda: size.items,
+        "permutations": lambda: math.factorial(size.items),
+    }  # fmt: skip
+    return 1 / shown[check_task(task)]()
 
 
 def check_task(task: str) -> str:
@@ -158,138 +319,3 @@ def _asked(tokens: Tensor, questions: Tensor, answers: Tensor, places: Tensor) -
     targets = torch.full_like(tokens, IGNORED).scatter_(1, questions, answers)
     sources = torch.full_like(tokens, -1).scatter_(1, questions, places)
     return targets, sources
-
-
-_TEST_SEED = 2**32
-"""Offset of the test's seeds, so that no test row occurs in training."""
-
-
-def _small_model() -> GeckoConfig:
-    return GeckoConfig(
-        vocab_size=256, num_layers=2, model_dim=64, key_dim=32, value_dim=128, num_heads=1, ffn_dim=128,
-        chunk_size=32, timestep_groups=4,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Settings of a diagnosis: the task's size, the model and its training."""
-
-    size: TaskSize = field(default_factory=TaskSize)
-    model: GeckoConfig = field(default_factory=_small_model)
-    steps: int = 400
-    batch_size: int = 32
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    warmup: float = 0.1
-    """Fraction of the steps with rising learning rate, after which it decays to 0 along a cosine."""
-    growth: float = 0.0
-    """Fraction of the steps, at the start, with smaller tasks: a quarter of the length and of the items, then half."""
-    test_rows: int = 200
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1 or self.test_rows < 1:
-            raise ValueError(
-                f"a diagnosis needs steps of at least 0, batch_size and test_rows of at least 1; got {self.steps}, "
-                f"{self.batch_size} and {self.test_rows}."
-            )
-        if not 0 <= self.growth <= 1:
-            raise ValueError(f"growth is a fraction of the steps and must be in 0..1; got {self.growth}.")
-        if self.model.vocab_size < self.size.vocab_size:
-            raise ValueError(
-                f"the model must know all tokens of the task; got model.vocab_size={self.model.vocab_size} and "
-                f"size.vocab_size={self.size.vocab_size}."
-            )
-
-    def size_at(self, step: int) -> TaskSize:
-        """Return the size of the task in a step of training."""
-        share = 4 if step < self.growth * self.steps / 2 else 2 if step < self.growth * self.steps else 1
-        return replace(self.size, length=self.size.length // share, items=max(1, self.size.items // share))
-
-
-def diagnose(
-    task: str, diagnosis: Diagnosis, device: torch.device, *, report: Report = quiet
-) -> Results:  # fmt: skip
-    """Train a model on new rows in every step, and measure its accuracy on other rows by distance in chunks.
-
-    Raises:
-        ValueError: the task is unknown, or the size does not fit it.
-    """
-    check_task(task)
-    torch.manual_seed(diagnosis.seed)
-    model = Gecko(diagnosis.model).to(device)
-    losses = _train(task, model, diagnosis, report)
-    settings = {
-        "task": task, "size": dict(vars(diagnosis.size)), "steps": diagnosis.steps,
-        "batch_size": diagnosis.batch_size, "learning_rate": diagnosis.learning_rate,
-        "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup, "growth": diagnosis.growth,
-        "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
-    }  # fmt: skip
-    scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
-    notes = [f"guessing gives {settings['guessing']:.4f}", *_diverged(losses)]
-    return Results("diagnose", scores, settings, diagnosis.seed, notes, {"training_losses": losses})
-
-
-def evaluate_task(task: str, model: Gecko, size: TaskSize, rows: int, seed: int) -> list[Score]:
-    """Return the accuracy of a model on a task, over all answers and by distance in chunks."""
-    chunk = model.config.chunk_size
-    found: dict[int, list[bool]] = {}
-    for first in range(0, rows, 32):
-        batch = _batch(task, size, min(32, rows - first), seed + _TEST_SEED + first)
-        with inference(model):
-            logits, _ = model(batch.tokens.to(model.embedding.weight.device))
-        for distance, hits in hits_by_distance(batch, logits.argmax(-1).cpu(), chunk).items():
-            found.setdefault(distance, []).extend(hits)
-    every = [hit for hits in found.values() for hit in hits]
-    scores = [_score(every, "any")]
-    return scores + [_score(hits, distance) for distance, hits in sorted(found.items())]
-
-
-def _score(hits: list[bool], distance: int | str) -> Score:
-    value, interval = share(hits)
-    return Score("accuracy", value, len(hits), "answers", interval, {"chunks before the question": distance})
-
-
-def _train(
-    task: str, model: Gecko, diagnosis: Diagnosis, report: Report
-) -> list[dict[str, Any]]:  # fmt: skip
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=diagnosis.learning_rate, betas=(0.9, 0.95), weight_decay=diagnosis.weight_decay
-    )
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, diagnosis))
-    device, every, losses = model.embedding.weight.device, max(1, diagnosis.steps // 20), []
-    for step in range(diagnosis.steps):
-        # Seeds of different runs are far apart, so that no two runs see the same rows.
-        batch = _batch(task, diagnosis.size_at(step), diagnosis.batch_size, diagnosis.seed * 2**33 + step)
-        loss = model.loss(batch.tokens.to(device), batch.targets.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-        if (step + 1) % every == 0:
-            value = loss.item()
-            # JSON has no NaN. A diverged run is a result too.
-            losses.append({"step": step + 1, "loss": value if math.isfinite(value) else None})
-            report(f"step {step + 1}: loss {value:.4f}")
-    return losses
-
-
-def _diverged(losses: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a note on the first loss that is not finite."""
-    first = next((point["step"] for point in losses if point["loss"] is None), None)
-    if first is None:
-        return []
-    return [f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate"]
-
-
-def _rate(step: int, diagnosis: Diagnosis) -> float:
-    rise = max(1, round(diagnosis.warmup * diagnosis.steps))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, diagnosis.steps - rise)))
-
-
-def _batch(task: str, size: TaskSize, rows: int, seed: int) -> SyntheticBatch:
-    return TASKS[task](size, rows, torch.Generator().manual_seed(seed))

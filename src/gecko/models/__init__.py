@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gecko.config import MODEL_TYPE as GECKO
 from gecko.config import PRESETS as GECKO_PRESETS
@@ -14,6 +15,7 @@ from gecko.models.gecko import Gecko, load
 from gecko.models.llama import MODEL_TYPE as LLAMA
 from gecko.models.llama import PRESETS as LLAMA_PRESETS
 from gecko.models.llama import Llama, LlamaConfig, load_llama
+from gecko.records import FieldError, build, fields_of, unknown_name
 from gecko.runtime.tensors import meta_device
 
 __all__ = [
@@ -70,3 +72,17 @@ def find_preset(name: str) -> ModelConfig:
 def model_type(config: ModelConfig) -> str:
     """Return the name of a config's architecture, as recipes use it."""
     return next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
+
+
+def parse_config(value: Any, name: str, texts: bool) -> ModelConfig:
+    """Return the config of the architecture ``model_type``; without it, as in older files, that of a Gecko.
+
+    Arguments and errors are those of ``records.convert``.
+    """
+    if isinstance(value, ModelConfig):
+        return value
+    fields = dict(fields_of(value, name))
+    kind = fields.pop("model_type", GECKO)
+    if not isinstance(kind, str) or kind not in CONFIGS:
+        raise FieldError(unknown_name(f"{name}.model_type", kind, CONFIGS), name)
+    return build(CONFIGS[kind], fields, f"{name}.", texts=texts)

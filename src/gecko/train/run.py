@@ -13,24 +13,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from gecko.config import MODEL_TYPE
 from gecko.io.checkpoints import CHECKPOINTS
 from gecko.io.files import parse_object
-from gecko.models import CONFIGS, ModelConfig, model_type
+from gecko.models import ModelConfig, model_type, parse_config
 from gecko.models.common import ActivationCheckpointing
 from gecko.records import (
     LIMIT,
     MOST,
     Count,
-    FieldError,
     NotNegative,
     Parsed,
     Range,
     build,
     check,
     field_types,
-    fields_of,
-    unknown_name,
 )
 from gecko.train.settings import (
     ASIDE,
@@ -68,22 +64,11 @@ def is_half(precision: Precision) -> bool:
     return precision not in ("auto", "float32")
 
 
-def _model(value: Any, name: str, texts: bool) -> ModelConfig:
-    """Return the config of the architecture ``model_type``; without it, as in older files, that of a Gecko."""
-    if isinstance(value, ModelConfig):
-        return value
-    fields = dict(fields_of(value, name))
-    kind = fields.pop("model_type", MODEL_TYPE)
-    if not isinstance(kind, str) or kind not in CONFIGS:
-        raise FieldError(unknown_name(f"{name}.model_type", kind, CONFIGS), name)
-    return build(CONFIGS[kind], fields, f"{name}.", texts=texts)
-
-
 @dataclass(frozen=True)
 class Run:
     """A complete training run. Recipes return one; ``key=value`` overrides change one."""
 
-    model: Annotated[ModelConfig, Parsed(_model), Role.FIXED | Role.FREE]
+    model: Annotated[ModelConfig, Parsed(parse_config), Role.FIXED | Role.FREE]
     output: Annotated[str, ASIDE]
     """Folder for checkpoints, metrics and report."""
     data: Annotated[DataSettings, Role.FIXED] = field(default_factory=DataSettings)

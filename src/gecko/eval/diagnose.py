@@ -1,0 +1,157 @@
+"""``gecko eval diagnose``: train a small model on a synthetic task from scratch, and test it by distance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import torch
+
+from gecko.config import GeckoConfig
+from gecko.eval.results import Report, Results, Score, quiet, share
+from gecko.eval.synthetic import TASKS, SyntheticBatch, TaskSize, check_task, guessing, hits_by_distance
+from gecko.inference.prefill import inference
+from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, parse_config
+from gecko.records import Parsed
+
+_TEST_SEED = 2**32
+"""Offset of the test's seeds, so that no test row occurs in training."""
+
+
+SMALL: dict[str, ModelConfig] = {
+    "gecko": GeckoConfig(
+        vocab_size=256, num_layers=2, model_dim=64, key_dim=32, value_dim=128, num_heads=1, ffn_dim=128, chunk_size=32,
+        timestep_groups=4,
+    ),
+    "llama": LlamaConfig(vocab_size=256, num_layers=2, model_dim=64, num_heads=1, ffn_dim=168),
+}  # fmt: skip
+"""The model of a diagnosis by architecture, before overrides."""
+_PIECE = 32
+"""Tokens of a piece by which distances are reported for a model without chunks."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Settings of a diagnosis: the task's size, the model and its training."""
+
+    size: TaskSize = field(default_factory=TaskSize)
+    model: Annotated[ModelConfig, Parsed(parse_config)] = SMALL["gecko"]
+    steps: int = 400
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.1
+    """Fraction of the steps with rising learning rate, after which it decays to 0 along a cosine."""
+    growth: float = 0.0
+    """Fraction of the steps, at the start, with smaller tasks: a quarter of the length and of the items, then half."""
+    test_rows: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1 or self.test_rows < 1:
+            raise ValueError(
+                f"a diagnosis needs steps of at least 0, batch_size and test_rows of at least 1; got {self.steps}, "
+                f"{self.batch_size} and {self.test_rows}."
+            )
+        if not 0 <= self.growth <= 1:
+            raise ValueError(f"growth is a fraction of the steps and must be in 0..1; got {self.growth}.")
+        if self.model.vocab_size < self.size.vocab_size:
+            raise ValueError(
+                f"the model must know all tokens of the task; got model.vocab_size={self.model.vocab_size} and "
+                f"size.vocab_size={self.size.vocab_size}."
+            )
+
+    def size_at(self, step: int) -> TaskSize:
+        """Return the size of the task in a step of training."""
+        share = 4 if step < self.growth * self.steps / 2 else 2 if step < self.growth * self.steps else 1
+        return replace(self.size, length=self.size.length // share, items=max(1, self.size.items // share))
+
+
+def diagnose(
+    task: str, diagnosis: Diagnosis, device: torch.device, *, report: Report = quiet
+) -> Results:  # fmt: skip
+    """Train a model on new rows in every step, and measure its accuracy on other rows by distance in chunks.
+
+    Raises:
+        ValueError: the task is unknown, or the size does not fit it.
+    """
+    check_task(task)
+    torch.manual_seed(diagnosis.seed)
+    model = build_model(diagnosis.model).to(device)
+    losses = _train(task, model, diagnosis, report)
+    settings = {
+        "task": task, "size": dict(vars(diagnosis.size)), "steps": diagnosis.steps,
+        "batch_size": diagnosis.batch_size, "learning_rate": diagnosis.learning_rate,
+        "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup, "growth": diagnosis.growth,
+        "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
+    }  # fmt: skip
+    scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
+    notes = [f"guessing gives {settings['guessing']:.4f}", *_diverged(losses)]
+    return Results("diagnose", scores, settings, diagnosis.seed, notes, {"training_losses": losses})
+
+
+def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, seed: int) -> list[Score]:
+    """Return the accuracy of a model on a task, over all answers and by distance in chunks."""
+    chunk, device = model.config.chunk_size or _PIECE, next(model.parameters()).device
+    found: dict[int, list[bool]] = {}
+    for first in range(0, rows, 32):
+        batch = _batch(task, size, min(32, rows - first), seed + _TEST_SEED + first)
+        with inference(model):
+            found_logits = model(batch.tokens.to(device))
+        logits = found_logits[0] if isinstance(found_logits, tuple) else found_logits
+        for distance, hits in hits_by_distance(batch, logits.argmax(-1).cpu(), chunk).items():
+            found.setdefault(distance, []).extend(hits)
+    every = [hit for hits in found.values() for hit in hits]
+    scores = [_score(every, "any")]
+    return scores + [_score(hits, distance) for distance, hits in sorted(found.items())]
+
+
+def _score(hits: list[bool], distance: int | str) -> Score:
+    value, interval = share(hits)
+    return Score("accuracy", value, len(hits), "answers", interval, {"chunks before the question": distance})
+
+
+def _train(
+    task: str, model: LanguageModel, diagnosis: Diagnosis, report: Report
+) -> list[dict[str, Any]]:  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=diagnosis.learning_rate, betas=(0.9, 0.95), weight_decay=diagnosis.weight_decay
+    )
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, diagnosis))
+    device, every, losses = next(model.parameters()).device, max(1, diagnosis.steps // 20), []
+    for step in range(diagnosis.steps):
+        # Seeds of different runs are far apart, so that no two runs see the same rows.
+        batch = _batch(task, diagnosis.size_at(step), diagnosis.batch_size, diagnosis.seed * 2**33 + step)
+        loss = model.loss(batch.tokens.to(device), batch.targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        if (step + 1) % every == 0:
+            value = loss.item()
+            # JSON has no NaN. A diverged run is a result too.
+            losses.append({"step": step + 1, "loss": value if math.isfinite(value) else None})
+            report(f"step {step + 1}: loss {value:.4f}")
+    return losses
+
+
+def _diverged(losses: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note on the first loss that is not finite."""
+    first = next((point["step"] for point in losses if point["loss"] is None), None)
+    if first is None:
+        return []
+    return [f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate"]
+
+
+def _rate(step: int, diagnosis: Diagnosis) -> float:
+    rise = max(1, round(diagnosis.warmup * diagnosis.steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, diagnosis.steps - rise)))
+
+
+def _batch(task: str, size: TaskSize, rows: int, seed: int) -> SyntheticBatch:
+    return TASKS[task](size, rows, torch.Generator().manual_seed(seed))
