@@ -29,7 +29,7 @@ from training import step_of
 
 import gecko
 from gecko.layers.cema import CEMA
-from gecko.layers.feed_forward import FeedForward
+from gecko.layers.linear import FeedForward
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
 from gecko.runtime.process import keep_freed_memory
 from gecko.train.throughput import flops_per_token, multiplies_bfloat16

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.corpora import as_lines, as_shards, words
 
 from gecko.data import ByteTokenizer, DataRequest, TokenizedCorpus, open_training_data
-from gecko.data.lanes import LaneRows
-from gecko.data.loader import IGNORED, PackedRows, Rows
+from gecko.data.loader import IGNORED, LaneRows, PackedRows, Rows
 from gecko.data.training_data import lane_counts
 
 any_case = settings(max_examples=60, deadline=None)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from gecko.convert.card import write_card
 from gecko.convert.gguf_file import SMOLLM2, read_gguf, read_smollm2
-from gecko.convert.llama import LlamaSource, in_gecko, read_folder
+from gecko.convert.llama import LlamaSource, in_gecko, read_folder, write_card
 from gecko.convert.release import from_reference, read_release, to_reference
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
 from gecko.io.files import read_object, whole_folder

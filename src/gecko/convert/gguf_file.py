@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.convert.card import Origin
-from gecko.convert.llama import GGUF, LlamaSource, SourceConfig
+from gecko.convert.llama import GGUF, LlamaSource, Origin, SourceConfig
 from gecko.io.checkpoints import sha256
 from gecko.io.files import fitting, found_at
 from gecko.records import build, unknown_name

@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from gecko.config import Epsilon, GeckoConfig, Layers, RopeBase, Size
-from gecko.convert.card import Origin, licences
 from gecko.convert.release import all_names, renamed, with_tied_head
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.files import found_at, inner_name, parse_object
 from gecko.io.model_folder import CONFIG, INDEX, WEIGHTS
 from gecko.io.tensors import reading
 from gecko.records import FieldError, Parsed, Positive, build
+from gecko.runtime.process import __version__
 
 TRANSFORMERS, GGUF = 0, 1
 """Places of names in the tables."""
@@ -174,6 +174,21 @@ class SourceConfig:
         )  # fmt: skip
 
 
+class Origin(NamedTuple):
+    """Where a model comes from."""
+
+    name: str
+    """The model's own name."""
+    place: str
+    """What was read, in words."""
+    changes: str
+    """What happened to the numbers of the weights: sentences."""
+    licence: str | None = None
+    """Identifier of the licence, if the source names one."""
+    files: Mapping[str, bytes] = {}
+    """Licences and notices, by the names of their files."""
+
+
 @dataclass(frozen=True)
 class LlamaSource:
     """A model as its files hold it."""
@@ -195,9 +210,9 @@ def read_folder(folder: Path) -> LlamaSource:
     stored = {name: x for name, x in _read_weights(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     name, card = folder.resolve().name, folder / "README.md"
     licence = re.search(r"^license: *(\S+)", card.read_text("utf-8", "replace") if card.is_file() else "", re.MULTILINE)
-    origin = Origin(
-        name, f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], licences(folder)
-    )
+    beside = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name.lower().startswith(_LICENCES))
+    files = {path.name: path.read_bytes() for path in beside}
+    origin = Origin(name, f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], files)
     return LlamaSource(
         config, config.renamed(stored, TRANSFORMERS), False, origin, partial(copy_tokenizer, str(folder))
     )
@@ -257,3 +272,48 @@ def _offset(weight: Tensor) -> Tensor:
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) - 1
     narrow = wide.to(weight.dtype)
     return narrow if torch.equal(narrow.to(wide.dtype), wide) else wide
+
+
+_CARD = """\
+---
+{licence_field}pipeline_tag: text-generation
+tags:
+- gecko
+---
+
+# {name} in a Gecko block
+
+The weights of {name}, from {place}, converted by gecko-lm {version}. **Nothing was trained**,
+and no claim of the Gecko paper holds for this model.
+
+- **Up to {window:,} tokens** of a text it computes what {name} computes.
+- **After that** a token sees its own chunk of {chunk:,} tokens, the chunk before it{sinks}. So the state has a
+  constant size, and what lies further back is forgotten. How good the answers are there was not measured.
+- It has no moving average, no gate and no adaptive memory.
+
+## Changes
+
+{changes} Parameters have the names of this package, and rows of queries and keys another order.
+
+## Licence
+
+That of {name}: {licence}.
+"""
+_LICENCES = ("licen", "notice", "copying", "use_policy")
+"""Beginnings of the names of files that must stay with the weights."""
+
+
+def write_card(origin: Origin, config: GeckoConfig, folder: Path) -> None:
+    """Write the card, licences and notices. What a source calls itself stays text in one line."""
+    for name, content in origin.files.items():
+        (folder / name).write_bytes(content)
+    name, place = (re.sub(r"[\s`\[\]<>]+", " ", text).strip() for text in (origin.name, origin.place))
+    licence = origin.licence if re.fullmatch(r"[\w.+-]+", origin.licence or "") else None
+    first = "first token" if config.sinks == 1 else f"first {config.sinks} tokens"
+    sinks = f" and the {first} of the text" if config.sinks else ""
+    text = _CARD.format(
+        licence_field=f"license: {licence}\n" * bool(licence), name=name, place=place, version=__version__,
+        window=2 * config.chunk_size, chunk=config.chunk_size, sinks=sinks, changes=origin.changes,
+        licence=", ".join([licence or "see its source", *origin.files]),
+    )  # fmt: skip
+    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -18,8 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gecko.data.chat_templates import find_template, special_tokens
-from gecko.data.special_tokens import SpecialTokens
+from gecko.data.chat_templates import SpecialTokens, find_template, special_tokens
 from gecko.data.tokenizers import TokenIds, Tokenizer
 from gecko.data.turns import (
     CALL_CLOSING,
@@ -55,21 +54,14 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
 class ChatFormat(Protocol):
     """Format of conversations."""
 
-    @property
-    def source(self) -> str:
-        """Description of its origin, for the log."""
-
-    @property
-    def tuned(self) -> bool:
-        """Whether the model has a chat template. Models without one were not tuned for chat."""
-
-    @property
-    def stops(self) -> Sequence[str]:
-        """Stop strings of an answer."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Stop tokens of an answer."""
+    source: str
+    """Description of its origin, for the log."""
+    tuned: bool
+    """Whether the model has a chat template. Models without one were not tuned for chat."""
+    stops: Sequence[str]
+    """Stop strings of an answer."""
+    stop_ids: frozenset[int]
+    """Stop tokens of an answer."""
 
     @property
     def call_form(self) -> CallForm:
@@ -125,7 +117,7 @@ class PlainChat:
 
     source = "the form User: … Assistant: …, as no chat template was found"
     tuned = False
-    stops = ("\n\nUser:", "\n\nSystem:")
+    stops: Sequence[str] = ("\n\nUser:", "\n\nSystem:")
     call_form, call_marks = PLAIN_FORM, MappingProxyType[str, int]({})
     _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 

@@ -89,12 +89,8 @@ def read_pieces(path: Path) -> Iterator[bytes]:
     Raises:
         ValueError: the compressed data is damaged or truncated.
     """
-    suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return _gzip_pieces(path)
-    if suffix == ".zst":
-        return _zstd_pieces(path)
-    return _plain_pieces(path)
+    readers = {".gz": _gzip_pieces, ".zst": _zstd_pieces}
+    return readers.get(path.suffix.lower(), _plain_pieces)(path)
 
 
 def _plain_pieces(path: Path) -> Iterator[bytes]:
@@ -223,7 +219,12 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(_split_lines(read_pieces(path)), start=1):
         if line.strip():
             where = f"{path}, line {number},"
-            yield where, _parse_record(decode_text(line, where), where)
+            text = decode_text(line, where)
+            try:
+                record = parse_json(text)
+            except ValueError as error:  # also numbers too long, and lists too deep, for Python
+                raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
+            yield where, _as_object(record, where)
 
 
 def _read_json_lines(path: Path, field: str) -> Iterator[str]:
@@ -241,20 +242,6 @@ def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
             yield from rest[:-1]
             unfinished = [rest[-1]]
     yield b"".join(unfinished)
-
-
-def _parse_record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = parse_json(line)
-    except ValueError as error:  # also numbers too long, and lists too deep, for Python
-        raise ValueError(f"{where} must hold one JSON object; got invalid JSON ({error}).") from error
-    return _as_object(record, where)
-
-
-def _as_object(record: object, where: str) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} must hold one JSON object; got {_json_type(record)}.")
-    return record
 
 
 def _record_text(record: dict[str, Any], where: str, field: str) -> str:
@@ -279,6 +266,12 @@ def text_field(record: dict[str, Any], field: str, where: str) -> str:
     return text
 
 
+def _as_object(record: object, where: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} must hold one JSON object; got {_json_type(record)}.")
+    return record
+
+
 def _json_type(value: object) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
@@ -290,22 +283,17 @@ def _read_json(path: Path, field: str) -> Iterator[str]:
         return
     try:
         records = parse_json(content)
-    except json.JSONDecodeError as error:
-        if not error.msg.startswith("Extra data"):
-            raise _bad_json(path, str(error)) from error
+    except ValueError as error:
+        if not isinstance(error, json.JSONDecodeError) or not error.msg.startswith("Extra data"):
+            raise ValueError(
+                f"{path} must hold a list of JSON objects, one object, or one object a line; got invalid JSON "
+                f"({error})."
+            ) from error
         yield from _read_json_lines(path, field)
         return
-    except ValueError as error:
-        raise _bad_json(path, str(error)) from error
     for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
         where = f"{path}, record {number},"
         yield _record_text(_as_object(record, where), where, field)
-
-
-def _bad_json(path: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"{path} must hold a list of JSON objects, one object, or one object a line; got invalid JSON ({reason})."
-    )
 
 
 def _read_csv(path: Path, field: str, dialect: str) -> Iterator[str]:
@@ -318,8 +306,12 @@ def _read_csv(path: Path, field: str, dialect: str) -> Iterator[str]:
             return
         _check_column(columns, path, field)
         for row in rows:
+            if row and len(row) != len(columns):
+                raise ValueError(
+                    f"{path}, line {rows.line_num}, must have {len(columns)} cells, one for each of the columns "
+                    f"{columns}; got {len(row)}. Put quotes around cells that contain the separator or a line end."
+                )
             if row:
-                _check_cells(row, columns, f"{path}, line {rows.line_num},")
                 yield row[columns.index(field)]
     except csv.Error as error:
         raise ValueError(
@@ -340,14 +332,6 @@ def _csv_lines(path: Path) -> Iterator[str]:
         yield line
 
 
-def _check_cells(row: list[str], columns: list[str], where: str) -> None:
-    if len(row) != len(columns):
-        raise ValueError(
-            f"{where} must have {len(columns)} cells, one for each of the columns {columns}; got {len(row)}. Put "
-            "quotes around cells that contain the separator or a line end."
-        )
-
-
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
     pyarrow = require("pyarrow", "data")
     parquet = require("pyarrow.parquet", "data")
@@ -363,10 +347,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
         where = f"{path}, row {row}," if row else f"{path}, names of columns,"
         raise _binary(where, f"the invalid byte 0x{error.object[error.start]:02x}", error.start) from error
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} must be a whole Parquet file; got one that is truncated or damaged ({error}). "
-            f"Copy or download it again."
-        ) from error
+        raise _damaged(path, "Parquet", str(error)) from error
 
 
 def _check_column(columns: list[str], path: Path, field: str) -> None:

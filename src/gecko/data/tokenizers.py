@@ -30,39 +30,24 @@ END_TOKENS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 class Tokenizer(Protocol):
     """Interface of a tokenizer."""
 
+    name: str
+    """Argument with which ``load_tokenizer`` loads this tokenizer from any working folder."""
+    digest: str
+    """SHA-256 of the tokenizer's file and borders: tokenizers with equal digests encode every text equally."""
+    folder: Path | None
+    """Folder of its files on this machine; None if it has no files."""
+    vocab_size: int
+    """Largest id plus one."""
+    document_start: int
+    """Id that precedes every document."""
+    document_end: int
+    """Id that follows every document; it may equal ``document_start``."""
+    special_ids: frozenset[int]
+    """Ids that do not represent text, such as the document borders; no text encodes to them."""
+    special_texts: Mapping[str, int]
+    """Special ids by their names in chat templates; ids without a name are left out."""
+
     def __hash__(self) -> int: ...
-
-    @property
-    def name(self) -> str:
-        """Argument with which ``load_tokenizer`` loads this tokenizer from any working folder."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the tokenizer's file and borders: tokenizers with equal digests encode every text equally."""
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of its files on this machine; None if it has no files."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest id plus one."""
-
-    @property
-    def document_start(self) -> int:
-        """Id that precedes every document."""
-
-    @property
-    def document_end(self) -> int:
-        """Id that follows every document; it may equal ``document_start``."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that do not represent text, such as the document borders; no text encodes to them."""
-
-    @property
-    def special_texts(self) -> Mapping[str, int]:
-        """Special ids by their names in chat templates; ids without a name are left out."""
 
     def encode(self, text: str) -> TokenIds:
         """Return the ids of ``text``, (length,) int64, without document borders."""
@@ -134,23 +119,24 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         if hasattr(self._tokenizer.model, "dropout"):
             self._tokenizer.model.dropout = None
-        self.name, self.folder = name, path.absolute().parent
+        self.name = name
+        self.folder: Path | None = path.absolute().parent
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        self.document_start, self.document_end = _find_borders(vocabulary, _read_config(config), name)
+        settings = {} if config is None else read_object(config, "a tokenizer's configuration")
+        self.document_start, self.document_end = _find_borders(vocabulary, settings, name)
         # Without these two lines, "<|endoftext|>" quoted in a document would end the document.
         self._tokenizer.encode_special_tokens = True
-        self._mark_special(library, {self.document_start, self.document_end})
-        added = self._tokenizer.get_added_tokens_decoder()
-        marked = {index for index, token in added.items() if token.special}
-        self.special_ids = frozenset(marked | {self.document_start, self.document_end})
-        self.special_texts = {self._tokenizer.id_to_token(index): index for index in sorted(self.special_ids)}
-        self.digest = _digest(path, self.document_start, self.document_end)
-
-    def _mark_special(self, library: Any, ids: set[int]) -> None:
-        """Mark ids as special, because not every file marks its borders."""
-        texts = [self._tokenizer.id_to_token(index) for index in sorted(ids)]
+        borders = {self.document_start, self.document_end}
+        # Not every file marks its borders as special.
+        texts = [self._tokenizer.id_to_token(index) for index in sorted(borders)]
         self._tokenizer.add_special_tokens([library.AddedToken(text, special=True, normalized=False) for text in texts])
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset({index for index, token in added.items() if token.special} | borders)
+        self.special_texts: Mapping[str, int] = {
+            self._tokenizer.id_to_token(index): index for index in sorted(self.special_ids)
+        }
+        self.digest = _digest(path, self.document_start, self.document_end)
 
     @property
     def definition(self) -> str:
@@ -185,14 +171,14 @@ class SentencePieceTokenizer:
             self._processor = library.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise _unreadable(path, "a SentencePiece model", error) from error
-        self.name, self.folder = str(path.resolve()), path.absolute().parent
+        self.name = str(path.resolve())
+        self.folder: Path | None = path.absolute().parent
         self.vocab_size = int(self._processor.get_piece_size())
-        self.document_start, self.document_end = _pair(
-            _valid(self._processor.bos_id()), _valid(self._processor.eos_id()), self.name
-        )
+        start, end = (x if x >= 0 else None for x in (self._processor.bos_id(), self._processor.eos_id()))
+        self.document_start, self.document_end = _pair(start, end, self.name)
         control = [index for index in range(self.vocab_size) if self._processor.is_control(index)]
         self.special_ids = frozenset(control)
-        self.special_texts = {self._processor.id_to_piece(index): index for index in control}
+        self.special_texts: Mapping[str, int] = {self._processor.id_to_piece(index): index for index in control}
         self.digest = _digest(path, self.document_start, self.document_end)
 
     def encode(self, text: str) -> TokenIds:
@@ -238,8 +224,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == ByteTokenizer.name:
         return ByteTokenizer()
     path = Path(spec).expanduser()
-    if path.is_dir():
-        return _from_folder(path)
+    path = _file_in(path) if path.is_dir() else path
     if path.is_file():
         return SentencePieceTokenizer(path) if path.suffix == ".model" else _from_json(path)
     if path.is_absolute() or path.suffix in (".json", ".model") or spec.startswith((".", "~")) or len(path.parts) > 2:
@@ -284,11 +269,10 @@ def text_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
     return kept
 
 
-def _from_folder(folder: Path) -> Tokenizer:
-    if (folder / "tokenizer.json").is_file():
-        return _from_json(folder / "tokenizer.json")
-    if (folder / "tokenizer.model").is_file():
-        return SentencePieceTokenizer(folder / "tokenizer.model")
+def _file_in(folder: Path) -> Path:
+    """Return the tokenizer in a folder; of several the first of ``TOKENIZERS``."""
+    if holds_tokenizer(folder):
+        return next(folder / name for name in TOKENIZERS if (folder / name).is_file())
     found = sorted(entry.name for entry in folder.iterdir())
     raise FileNotFoundError(f"a tokenizer's folder must hold tokenizer.json or tokenizer.model; {folder} has {found}.")
 
@@ -350,31 +334,16 @@ def _unreadable(path: Path, kind: str, error: Exception) -> ValueError:
     return ValueError(f"{path} must be {kind}; it could not be read: {error}")
 
 
-def _read_config(path: Path | None) -> dict[str, Any]:
-    return {} if path is None else read_object(path, "a tokenizer's configuration")
-
-
 def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str) -> tuple[int, int]:
     """Return the ids of the document borders: those in the configuration, else those with a known name."""
-    named = [_token_text(config.get(key)) for key in ("bos_token", "eos_token")]
-    if any(token in vocabulary for token in named):
-        start, end = (None if token is None else vocabulary.get(token) for token in named)
-    else:
-        start, end = (
-            next((vocabulary[token] for token in known if token in vocabulary), None)
-            for known in (START_TOKENS, END_TOKENS)
-        )
+    stored = (config.get(key) for key in ("bos_token", "eos_token"))
+    # A configuration holds a token's text, or an object with the text.
+    named = [token.get("content") if isinstance(token, dict) else token for token in stored]
+    choices = [[token] if isinstance(token, str) else [] for token in named]
+    if not any(token in vocabulary for tokens in choices for token in tokens):
+        choices = [list(START_TOKENS), list(END_TOKENS)]
+    start, end = (next((vocabulary[x] for x in known if x in vocabulary), None) for known in choices)
     return _pair(start, end, name)
-
-
-def _token_text(token: Any) -> str | None:
-    """Return a token's text; a configuration contains the text or an object with the text."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _valid(index: int) -> int | None:
-    return index if index >= 0 else None
 
 
 def _pair(start: int | None, end: int | None, name: str) -> tuple[int, int]:
@@ -406,20 +375,14 @@ def copy_tokenizer(spec: str, folder: Path) -> None:
     Raises:
         OSError: a file cannot be read or written.
     """
-    files = _tokenizer_files(spec)
+    path, files = Path(spec).expanduser(), dict[str, Path]()
+    if path.is_dir() and holds_tokenizer(path):
+        path = _file_in(path)
+    if spec != ByteTokenizer.name and path.is_file():
+        beside = {name: path.with_name(name) for name in SETTINGS if path.with_name(name).is_file()}
+        files = {TOKENIZERS[path.suffix == ".model"]: path, **beside}
     for name, path in files.items():
         with whole_file(folder / name) as temporary:
             shutil.copyfile(path, temporary)
     for name in {*TOKENIZERS, *SETTINGS} - files.keys():
         (folder / name).unlink(missing_ok=True)
-
-
-def _tokenizer_files(spec: str) -> dict[str, Path]:
-    """Return the files to copy by name; of ``TOKENIZERS`` only the one that ``load_tokenizer`` reads."""
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        path = next((path / name for name in TOKENIZERS if (path / name).is_file()), path)
-    if spec == ByteTokenizer.name or not path.is_file():
-        return {}
-    beside = {name: path.with_name(name) for name in SETTINGS if path.with_name(name).is_file()}
-    return {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path, **beside}

@@ -7,13 +7,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.data.lanes import LaneRows, MixedLanes
-from gecko.data.loader import Loader, OrderedRows, PackedRows, Row, Rows
+from gecko.data.loader import LaneRows, Loader, MixedLanes, OrderedRows, PackedRows, Row, Rows
 from gecko.data.packing import ROW_LAYOUT, CorpusShare, TokenizedCorpus, permutation
 from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
 from gecko.data.sources import check_apart, check_disjoint, load_documents
@@ -57,11 +55,7 @@ class MixedRows:
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """Divide ``BLOCK`` in proportion to the weights.
-
-    Raises:
-        ValueError: a weight is not above 0, or too small for one row per block.
-    """
+    """Divide ``BLOCK`` in proportion to the weights; ValueError: one is not above 0, or too small for one row."""
     counts = _apportioned(weights, BLOCK)
     if min(counts) == 0:
         raise ValueError(
@@ -71,11 +65,7 @@ def block_counts(weights: Sequence[float]) -> list[int]:
 
 
 def lane_counts(weights: Sequence[float], lanes: int) -> list[int]:
-    """Divide the lanes in proportion to the weights.
-
-    Raises:
-        ValueError: a weight is not above 0, or too small for one lane.
-    """
+    """Divide the lanes in proportion to the weights; ValueError: one is not above 0, or too small for a lane."""
     counts = _apportioned(weights, lanes)
     if min(counts) == 0:
         raise ValueError(
@@ -109,28 +99,8 @@ def _order(counts: Sequence[int], seed: int, block: int) -> tuple[NDArray[np.int
 Corpus = ShardFolder | TokenizedCorpus
 
 
-class Split(Protocol):
-    """Documents of one source, divided into training and held-out documents."""
-
-    documents: int
-    tokens: int
-    """Number of training tokens."""
-    held_out_documents: int
-    held_out_tokens: int
-    divided: int
-    """Number of held-out documents that are the ends of documents that are trained on."""
-    digest: str
-    """SHA-256 of the ids of all documents of the source in their order."""
-
-    def rows(self, sequence_length: int) -> OrderedRows:
-        """Return the training rows; raise ValueError if there are less than one."""
-
-    def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
-        """Return the first ``max_tokens`` tokens, at least 2, of the held-out documents in random order, or all."""
-
-
 class SplitDocuments:
-    """Split of a corpus in memory."""
+    """The documents of a corpus in memory, divided into training and held-out ones."""
 
     def __init__(self, corpus: TokenizedCorpus, request: DataRequest) -> None:
         self._training, self._held_out = corpus.split(request.validation_fraction, request.seed, request.layout)
@@ -168,7 +138,7 @@ class DataRequest:
     layout: int = ROW_LAYOUT
     """Version of the rows, see ``ROW_LAYOUT``."""
     lanes: int | None = None
-    """Rows of a batch, each of which reads consecutive rows (``gecko.data.lanes``). None: rows are shuffled."""
+    """Rows of a batch, each of which reads consecutive rows (``LaneRows``). None: rows are shuffled."""
 
 
 @dataclass(frozen=True)
@@ -285,11 +255,16 @@ def _open_training(
     source: str, mixture: Sequence[tuple[str, float]], corpora: Mapping[str, Corpus], request: DataRequest
 ) -> TrainingData:
     if not mixture:
-        return _open_source(source, corpora[source], request)
+        split = _split(corpora[source], request)
+        own: OrderedRows = split.rows(request.sequence_length)
+        return _described(source, split, own if request.lanes is None else LaneRows(own, request.lanes, request.seed))
     weights = [weight for _, weight in mixture]
     splits = [_split(corpora[name], request) for name, _ in mixture]
-    parts = [split.rows(request.sequence_length) for split in splits]
-    rows = _mixed_rows(parts, weights, request)
+    parts: list[OrderedRows] = [split.rows(request.sequence_length) for split in splits]
+    rows: Rows = MixedRows(parts, weights, request.seed)
+    if request.lanes is not None:
+        lanes = lane_counts(weights, request.lanes)
+        rows = MixedLanes([LaneRows(part, count, request.seed) for part, count in zip(parts, lanes, strict=True)])
     opened = [_described(name, split, part) for (name, _), split, part in zip(mixture, splits, parts, strict=True)]
     shares = list(zip(opened, block_counts(weights), strict=True))
     return TrainingData(
@@ -303,13 +278,6 @@ def _open_training(
         digest=_joined_digest([data.digest for data in opened]),
         divided=sum(data.divided for data in opened),
     )
-
-
-def _mixed_rows(sources: Sequence[OrderedRows], weights: Sequence[float], request: DataRequest) -> Rows:
-    if request.lanes is None:
-        return MixedRows(sources, weights, request.seed)
-    lanes = lane_counts(weights, request.lanes)
-    return MixedLanes([LaneRows(rows, count, request.seed) for rows, count in zip(sources, lanes, strict=True)])
 
 
 def _mixed_held_out(shares: Sequence[tuple[TrainingData, int]], most: int) -> TokenizedCorpus:
@@ -331,20 +299,14 @@ def parse_source(item: str) -> tuple[str, float]:
     raise ValueError(f"data.sources must read SOURCE=WEIGHT, separated by commas, as web=0.7,books=0.3; got {item!r}.")
 
 
-def _open_source(source: str, corpus: Corpus, request: DataRequest) -> TrainingData:
-    split = _split(corpus, request)
-    rows = split.rows(request.sequence_length)
-    return _described(source, split, rows if request.lanes is None else LaneRows(rows, request.lanes, request.seed))
-
-
-def _described(source: str, split: Split, rows: Rows) -> TrainingData:
+def _described(source: str, split: SplitDocuments | SplitShards, rows: Rows) -> TrainingData:
     return TrainingData(
         source, rows, split.documents, split.tokens, split.held_out_documents, split.held_out_tokens,
         split.held_out_corpus, split.digest, split.divided,
     )  # fmt: skip
 
 
-def _split(corpus: Corpus, request: DataRequest) -> Split:
+def _split(corpus: Corpus, request: DataRequest) -> SplitDocuments | SplitShards:
     if isinstance(corpus, ShardFolder):
         return SplitShards(corpus, request.validation_fraction, request.seed, request.layout)
     return SplitDocuments(corpus, request)

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gecko.hf.cache import GeckoCache
+from gecko.inference.pieces import piece_length
+from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 
 Layers = tuple[Tensor, ...]
 """Hidden states (B, T, D): the input of the head, and any others that were asked for after it."""
 
 
-class Reader(Protocol):
-    """Model that reads rows of equal length."""
+class Reader:
+    """Reader of a Gecko. Without gradients it reads in pieces, so that a long prompt takes little memory.
+
+    Args:
+        layers: whether to return the input of every block after the input of the head.
+    """
+
+    def __init__(self, model: Gecko, layers: bool) -> None:
+        self._model, self._layers = model, layers
 
     def read(self, inputs: Tensor, ids: Tensor | None, state: GeckoState | None) -> tuple[Layers, GeckoState]:
-        """Map tokens (B, T) or embeddings (B, T, D), segment ids or None, and a state or None to the next state."""
+        size = inputs.shape[1] if torch.is_grad_enabled() else piece_length(self._model.config)
+        parts = []
+        for begin in range(0, inputs.shape[1], size):
+            piece = slice(begin, begin + size)
+            with _inputs_of(self._model.blocks if self._layers else ()) as layers:
+                hidden, state = self._model.hidden(inputs[:, piece], None if ids is None else ids[:, piece], state)
+            parts.append((hidden, *layers))
+        assert state is not None
+        joined = parts[0] if len(parts) == 1 else tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return joined, state
 
     def start(self, rows: int) -> GeckoState:
-        """Return the state before the first token."""
+        state = self._model.empty_state(rows)
+        return replace(state, model="") if torch.is_grad_enabled() else state
 
     def blank(self, batch: int, length: int) -> Layers:
-        """Return hidden states that are 0."""
+        config, weight = self._model.config, self._model.embedding.weight
+        count = 1 + self._layers * config.num_layers
+        return tuple(weight.new_zeros(batch, length, config.model_dim) for _ in range(count))
 
 
-class Memory(NamedTuple):
-    """What a cache knows of the rows before a call."""
-
-    state: GeckoState | None = None
-    text: Tensor | None = None
-    """(B, columns) bool: which columns were read as text. None: no columns."""
-    last: Tensor | None = None
-    """(B, D): input of the head at the last token of every row, 0 in rows without one. None: no tokens."""
+@contextmanager
+def _inputs_of(blocks: Any) -> Iterator[list[Tensor]]:
+    """Collect the input of each of ``blocks`` while they run."""
+    found: list[Tensor] = []
+    handles = [block.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0])) for block in blocks]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -98,25 +123,26 @@ class PaddedBatch:
             return torch.ones(self.shape, dtype=torch.bool, device=self.inputs.device)
         return self.text
 
-    def read(self, reader: Reader, before: Memory, *, keep_state: bool) -> tuple[Layers, GeckoState | None]:
-        """Return hidden states (B, T, D) and, with ``keep_state``, the state after the last text of every row.
+    def read(self, reader: Reader, cache: GeckoCache | None) -> tuple[Layers, GeckoState | None]:
+        """Return hidden states (B, T, D) and, with a cache, the state after the last text of every row.
 
         Hidden states at padding are those of the last text before it in the row. Where there is none, they are 0.
 
-        With ``keep_state``, rows of unequal length are read in groups of equal length, because padding after a text
+        With a cache, rows of unequal length are read in groups of equal length, because padding after a text
         would change the state. Without it all rows are read together: later tokens do not change earlier hidden states.
         """
-        ids = self._segment_ids(before.state)
+        before = None if cache is None else cache.state_on(self.inputs.device)
+        ids = self._segment_ids(before)
         if self.text is None:
-            return reader.read(self.inputs, ids, before.state)
+            return reader.read(self.inputs, ids, before)
         lengths, columns = self.text.sum(1), (~self.text).int().argsort(dim=1, stable=True)
         layers = reader.blank(*self.shape)
         states: list[GeckoState] = []
         order: list[int] = []
-        for length in torch.unique(lengths).tolist() if keep_state else [int(lengths.max())]:
+        for length in [int(lengths.max())] if cache is None else torch.unique(lengths).tolist():
             every = torch.arange(len(lengths), device=lengths.device)
-            rows = (lengths == length).nonzero().flatten() if keep_state else every
-            state = None if before.state is None else before.state.rows(rows.tolist())
+            rows = every if cache is None else (lengths == length).nonzero().flatten()
+            state = None if before is None else before.rows(rows.tolist())
             if length:
                 at = (rows[:, None], columns[rows, :length])
                 parts, state = reader.read(self.inputs[at], None if ids is None else ids[at], state)
@@ -124,8 +150,9 @@ class PaddedBatch:
             states.append(reader.start(len(rows)) if state is None else state)
             order += rows.tolist()
         places = torch.tensor(order, device="cpu").argsort().tolist()
-        kept = GeckoState.stack(states).rows(places) if keep_state else None
-        return self._fill_padding(layers, before.last), kept
+        if cache is None:
+            return self._fill_padding(layers, None), None
+        return self._fill_padding(layers, cache.last), GeckoState.stack(states).rows(places)
 
     def _fill_padding(self, layers: Layers, last: Tensor | None) -> Layers:
         """Repeat the hidden states of the text before each padding: ``generate`` samples from the last column."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
-from gecko.hf.batch import Memory
 from gecko.state import GeckoState
 
 _NAMES = ("past_key_values", "cache")
@@ -41,7 +40,8 @@ class GeckoCache(Cache):
         self.state = state
         self.text: Tensor | None = None
         """(B, columns) bool: which of the columns of ``input_ids`` read with this cache are text. None: no columns."""
-        self._last: Tensor | None = None
+        self.last: Tensor | None = None
+        """(B, D): input of the head at the last token of every row, 0 in rows without one. None: no tokens."""
         self._digest: Tensor | None = None
         """(B,) int64, computed from the tokens read in these columns. None: no columns, or embeddings among them."""
 
@@ -49,12 +49,9 @@ class GeckoCache(Cache):
         """Return the number of columns of ``input_ids`` that were read with this cache, padding included."""
         return 0 if self.text is None else self.text.shape[1]
 
-    def memory(self, device: torch.device) -> Memory:
-        """Return what a call continues. An initial state is moved to ``device``; those of calls are there."""
-        state = self.state
-        if state is not None and self.text is None:
-            state = state.to(device)
-        return Memory(state, self.text, self._last)
+    def state_on(self, device: torch.device) -> GeckoState | None:
+        """Return the state that a call continues. An initial state is moved to ``device``; those of calls are there."""
+        return self.state.to(device) if self.state is not None and self.text is None else self.state
 
     def follow(self, state: GeckoState, ids: Tensor | None, text: Tensor, last: Tensor) -> None:
         """Store what is known after T more columns.
@@ -66,7 +63,7 @@ class GeckoCache(Cache):
         """
         known = ids is not None and (self.text is None or self._digest is not None)
         self._digest = _digest(ids, text, self._digest) if known and ids is not None else None
-        self.state, self._last = state, last
+        self.state, self.last = state, last
         self.text = text if self.text is None else torch.cat([self.text.to(text.device), text], dim=1)
 
     def check(self, ids: Tensor) -> None:
@@ -93,7 +90,7 @@ class GeckoCache(Cache):
             )
 
     def reset(self) -> None:
-        self.state = self.text = self._last = self._digest = None
+        self.state = self.text = self.last = self._digest = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, so that every beam has the state of the beam that it continues."""
@@ -102,8 +99,8 @@ class GeckoCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.rows(indices.tolist())
-        if self.text is not None and self._last is not None:
-            self.text, self._last = (x[indices.to(x.device)] for x in (self.text, self._last))
+        if self.text is not None and self.last is not None:
+            self.text, self.last = (x[indices.to(x.device)] for x in (self.text, self.last))
         if self._digest is not None:
             self._digest = self._digest[indices.to(self._digest.device)]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,18 +15,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from gecko.hf.batch import Layers, Memory, PaddedBatch, pick
+from gecko.hf.batch import PaddedBatch, Reader, pick
 from gecko.hf.cache import CACHE, GeckoCache, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
-from gecko.inference.pieces import piece_length
 from gecko.io.model_folder import TIED, stored_weight
 from gecko.layers.linear import is_bare
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package
 from gecko.ops.loss import IGNORED, linear_cross_entropy
 from gecko.runtime.tensors import meta_device
-from gecko.state import GeckoState
 
 _REPEATS_POSITIONS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
 """Arguments that repeat the document borders of ``position_ids`` in the form that other attention kernels need."""
@@ -110,10 +106,8 @@ class GeckoModel(GeckoPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = GeckoCache() if use_cache and past_key_values is None else past_key_values
-        before = Memory() if cache is None else cache.memory(batch.inputs.device)
         wanted: Any = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        reader = _GeckoReader(self.gecko, layers=wanted is not False)
-        (hidden, *layers), state = batch.read(reader, before, keep_state=cache is not None)
+        (hidden, *layers), state = batch.read(Reader(self.gecko, layers=wanted is not False), cache)
         if cache is not None and state is not None:
             ids = batch.inputs if inputs_embeds is None else None
             cache.follow(state, ids, batch.is_text, hidden[:, -1].clone())
@@ -145,50 +139,6 @@ class GeckoModel(GeckoPreTrainedModel):
                 f"the cache must hold {len(inputs)} rows, as input_ids; it holds {cache.state.batch_size}."
             )
         return PaddedBatch.build(inputs, mask, positions, read=cache.text, continued=True)
-
-
-class _GeckoReader:
-    """Reader of a Gecko. Without gradients it reads in pieces, so that a long prompt takes little memory.
-
-    Args:
-        layers: whether to return the input of every block after the input of the head.
-    """
-
-    def __init__(self, model: Gecko, layers: bool) -> None:
-        self._model, self._layers = model, layers
-
-    def read(self, inputs: Tensor, ids: Tensor | None, state: GeckoState | None) -> tuple[Layers, GeckoState]:
-        size = inputs.shape[1] if torch.is_grad_enabled() else piece_length(self._model.config)
-        parts = []
-        for begin in range(0, inputs.shape[1], size):
-            piece = slice(begin, begin + size)
-            with _inputs_of(self._model.blocks if self._layers else ()) as layers:
-                hidden, state = self._model.hidden(inputs[:, piece], None if ids is None else ids[:, piece], state)
-            parts.append((hidden, *layers))
-        assert state is not None
-        joined = parts[0] if len(parts) == 1 else tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        return joined, state
-
-    def start(self, rows: int) -> GeckoState:
-        state = self._model.empty_state(rows)
-        return replace(state, model="") if torch.is_grad_enabled() else state
-
-    def blank(self, batch: int, length: int) -> Layers:
-        config, weight = self._model.config, self._model.embedding.weight
-        count = 1 + self._layers * config.num_layers
-        return tuple(weight.new_zeros(batch, length, config.model_dim) for _ in range(count))
-
-
-@contextmanager
-def _inputs_of(blocks: Any) -> Iterator[list[Tensor]]:
-    """Collect the input of each of ``blocks`` while they run."""
-    found: list[Tensor] = []
-    handles = [block.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0])) for block in blocks]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):

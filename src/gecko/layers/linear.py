@@ -1,13 +1,17 @@
-"""Linear layers: initialisation, and joint calls of several layers with one input."""
+"""Linear layers: initialisation, joint calls of several layers with one input, and the feed-forward of a block."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gecko.config import GeckoConfig
+from gecko.layers.norms import BlockRMSNorm, LayerNorm
 from gecko.ops.common import from_linear
+from gecko.ops.feed_forward import feed_forward, swiglu
 from gecko.ops.projections import projections
 from gecko.runtime.private import global_module_hooks
 
@@ -25,11 +29,6 @@ def embedding_(weight: torch.Tensor) -> None:
     """Fill ``weight`` in place from N(0, 1 / D), truncated at three standard deviations."""
     std = 1 / math.sqrt(weight.shape[1])
     nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
-
-
-def offsets(features: int, present: bool) -> nn.Parameter | None:
-    """Return zeros for the weight of a norm, stored as an offset from 1, or for its bias; None if not ``present``."""
-    return nn.Parameter(torch.zeros(features)) if present else None
 
 
 def project(x: Tensor, *layers: nn.Linear, onto: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -51,3 +50,29 @@ def is_bare(layer: nn.Linear) -> bool:
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return not any(hooks) and not global_module_hooks()
+
+
+class FeedForward(nn.Module):
+    """onto + fc2(silu(fc1 u) · fc3 u) with u = LayerNorm(x), or RMSNorm(x) with ``norm="rms"``.
+
+    There is no fc3 without ``swiglu``. With ``ffn_scale``, a learned vector multiplies the output of fc2. ``onto`` is
+    the residual of the block.
+    """
+
+    def __init__(self, config: GeckoConfig, layer: int) -> None:
+        super().__init__()
+        self.norm = LayerNorm(config) if config.norm == "timestep" else BlockRMSNorm(config)
+        self.fc1 = linear(config.model_dim, config.ffn_dim, bias=False)
+        self.fc2 = linear(config.ffn_dim, config.model_dim, bias=False)
+        self.fc3 = linear(config.model_dim, config.ffn_dim, bias=False) if config.swiglu else None
+        initial = torch.full((config.model_dim,), 0.1 * 0.5**layer)
+        self.scale = nn.Parameter(initial) if config.ffn_scale else None
+
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """Return the sum, of the shape of x and onto, (B, T, D)."""
+        u = self.norm(x)
+        if self.fc3 is not None and self.scale is None and all(map(is_bare, (self.fc1, self.fc2, self.fc3))):
+            return feed_forward(u, self.fc1.weight, self.fc3.weight, self.fc2.weight, onto)
+        hidden = F.silu(self.fc1(u)) if self.fc3 is None else swiglu(self.fc1(u), self.fc3(u))
+        y = self.fc2(hidden)
+        return onto + (y if self.scale is None else y * self.scale)

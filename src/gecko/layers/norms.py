@@ -6,13 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.layers.linear import offsets
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import linear_dtype
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.ops.timestep_norm.context import timestep_norm_state_before
 from gecko.segments import Segments
+
+
+def _offsets(features: int, present: bool) -> nn.Parameter | None:
+    """Return zeros for the weight of a norm, stored as an offset from 1, or for its bias; None if not ``present``."""
+    return nn.Parameter(torch.zeros(features)) if present else None
 
 
 class TimestepNorm(nn.Module):
@@ -26,8 +30,8 @@ class TimestepNorm(nn.Module):
         super().__init__()
         self.groups, self.betas = config.timestep_groups, config.timestep_betas
         self.eps = config.timestep_eps or config.norm_eps
-        self.weight = offsets(config.model_dim, True)
-        self.bias = offsets(config.model_dim, True)
+        self.weight = _offsets(config.model_dim, True)
+        self.bias = _offsets(config.model_dim, True)
 
     def forward(
         self, x: Tensor, state: TimestepNormState | None, segments: Segments
@@ -48,7 +52,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: GeckoConfig, features: int | None = None, groups: int | None = None) -> None:
         super().__init__()
         self.groups, self.eps = groups or config.norm_groups, config.rms_eps or config.norm_eps
-        self.weight = offsets(features or config.model_dim, config.norm_affine)
+        self.weight = _offsets(features or config.model_dim, config.norm_affine)
 
     def forward(self, x: Tensor) -> Tensor:
         return group_rms_norm(x, self.offset(), self.groups, self.eps, linear_dtype(x))
@@ -91,8 +95,8 @@ class LayerNorm(nn.Module):
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
         self.groups, self.eps = config.norm_groups, config.norm_eps
-        self.weight = offsets(config.model_dim, config.norm_affine)
-        self.bias = offsets(config.model_dim, config.norm_affine)
+        self.weight = _offsets(config.model_dim, config.norm_affine)
+        self.bias = _offsets(config.model_dim, config.norm_affine)
 
     def forward(self, x: Tensor) -> Tensor:
         return group_layer_norm(x, self.weight, self.bias, self.groups, self.eps, linear_dtype(x))

@@ -15,9 +15,8 @@ from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fingerprint, read
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.io.tensors import fitted, float_dtype
 from gecko.layers.cema import CEMA
-from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.layers.linear import embedding_, project
+from gecko.layers.linear import FeedForward, embedding_, project
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm, block_norm
 from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.common import content

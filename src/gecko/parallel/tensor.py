@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from gecko.config import PAPER, GeckoConfig
 from gecko.layers.cema import CEMA
-from gecko.layers.feed_forward import FeedForward
 from gecko.layers.gated_attention import GatedAttention, Gates, Heads, MixerState
-from gecko.layers.linear import linear, project
+from gecko.layers.linear import FeedForward, linear, project
 from gecko.models.gecko import Block, Gecko
 from gecko.runtime.tensors import map_tensors
 from gecko.segments import Ready, Segments
