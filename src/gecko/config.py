@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from gecko.io.files import parse_object, read_object
+from gecko.io.files import parse_object
 from gecko.records import Range, build, check, unknown_name
 
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
@@ -47,7 +47,43 @@ RopeBase = Annotated[float, real(above=1)]
 
 
 @dataclass(frozen=True)
-class GeckoConfig:
+class Architecture:
+    """What the configs of all architectures have in common."""
+
+    presets: ClassVar[Mapping[str, Any]]
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """Return the named architecture, with single fields changed by keyword."""
+        return dataclasses.replace(named(cls.presets, name), **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        return build(cls, fields)
+
+    def for_transformers(self) -> dict[str, Any]:
+        """Return the fields of the ``config.json`` that transformers reads, a Gecko's once ``gecko.hf`` is imported."""
+        raise NotImplementedError
+
+    @classmethod
+    def _from_transformers(cls, fields: dict[str, Any]) -> Self:
+        """Take the fields of this class from those of a ``config.json``, which may also have fields of transformers."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.for_transformers(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Load a ``config.json`` that ``save`` or transformers wrote; one of another model raises ValueError."""
+        return parse_object(path, "a model config", cls._from_transformers)
+
+
+@dataclass(frozen=True)
+class GeckoConfig(Architecture):
     """Architecture of a Gecko or of a related model (Megalodon is a preset).
 
     Widths are totals over heads. ``docs/notation.md`` maps every field to the paper and to the
@@ -160,7 +196,10 @@ class GeckoConfig:
         if self.timestep_groups == 0 and isinstance(self.model_dim, int) and self.model_dim > 0:
             groups = max((n for n in range(1, 65) if self.model_dim % n == 0 and 2 * n <= self.model_dim), default=1)
             object.__setattr__(self, "timestep_groups", groups)
-        self._check_betas()
+        betas = self.timestep_betas
+        pair = isinstance(betas, tuple) and len(betas) == 2 and all(_is_real(x) and 0 <= x < 1 for x in betas)
+        if betas is not None and not pair:
+            raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {betas!r}.")
         check(self)
         self._check_divisible()
         self._check_groups()
@@ -193,32 +232,11 @@ class GeckoConfig:
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{of} must have {name}={defaults[name]}; this model has {getattr(self, name)}.")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> GeckoConfig:
-        """Return the named architecture, with single fields changed by keyword."""
-        return dataclasses.replace(named(PRESETS, name), **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> GeckoConfig:
-        return build(cls, fields)
-
     def for_transformers(self) -> dict[str, Any]:
-        """Return the fields of the ``config.json`` that transformers reads once ``gecko.hf`` is imported."""
         return {"model_type": MODEL_TYPE, "architectures": ["GeckoForCausalLM"], **self.to_dict()}
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.for_transformers(), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> GeckoConfig:
-        return parse_object(path, "a model config", cls._from_transformers)
 
     @classmethod
     def _from_transformers(cls, fields: dict[str, Any]) -> GeckoConfig:
-        """Take the fields of this class from those of a ``config.json``, which may also have fields of transformers."""
         if "model_type" not in fields:
             return cls.from_dict(fields)
         if fields["model_type"] != MODEL_TYPE:
@@ -291,24 +309,12 @@ class GeckoConfig:
         if self.sinks > self.chunk_size:
             raise ValueError(f"sinks must be at most chunk_size={self.chunk_size}; got {self.sinks}.")
 
-    def _check_betas(self) -> None:
-        betas = self.timestep_betas
-        if betas is None:
-            return
-        if not isinstance(betas, tuple) or len(betas) != 2 or not all(_is_real(x) and 0 <= x < 1 for x in betas):
-            raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {betas!r}.")
-
 
 _FIELDS = dataclasses.fields(GeckoConfig)
 PAPER: dict[str, Any] = {
     field.name: field.default for field in _FIELDS[[field.name for field in _FIELDS].index("queries_and_keys") :]
 }
 """Fields of Llamas and of later designs, with the values that make the paper's model."""
-
-
-def read_fields(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a config file; raise ValueError if it is not a JSON object."""
-    return read_object(path, "a model config")
 
 
 def _divisors(number: int) -> list[int]:
@@ -396,3 +402,4 @@ PRESETS: dict[str, GeckoConfig] = {
     "megalodon-7b": dataclasses.replace(_MEGALODON_7B, swiglu=True, ffn_dim=8192),
     "megalodon-7b-ungated": _MEGALODON_7B,
 }  # fmt: skip
+GeckoConfig.presets = PRESETS

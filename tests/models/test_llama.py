@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from gecko.data import IGNORED
 from gecko.models import PRESETS, Llama, LlamaConfig, build_model, llama, load_any, load_config, meta_model
-from gecko.models.common import ActivationCheckpointing
-from gecko.models.gecko import Gecko
+from gecko.models.gecko import ActivationCheckpointing, Gecko
 from gecko.train.model import compile_block
 
 LENGTH = 23

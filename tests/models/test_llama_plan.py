@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gecko.cli import app
 from gecko.models import PRESETS, LlamaConfig, build_model
-from gecko.models.common import ActivationCheckpointing
+from gecko.models.gecko import ActivationCheckpointing
 from gecko.plan import Assumptions, find_gpu, make_plan
 from gecko.plan.counts import counts_of
 from gecko.plan.memory import group_sizes, inference_memory, parameters_by_component, state_memory

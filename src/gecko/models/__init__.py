@@ -8,8 +8,9 @@ from typing import Any
 
 from gecko.config import MODEL_TYPE as GECKO
 from gecko.config import PRESETS as GECKO_PRESETS
-from gecko.config import GeckoConfig, named, read_fields
+from gecko.config import GeckoConfig, named
 from gecko.io.checkpoints import model_folder
+from gecko.io.files import read_object
 from gecko.io.model_folder import CONFIG
 from gecko.models.gecko import Gecko, load
 from gecko.models.llama import MODEL_TYPE as LLAMA
@@ -50,7 +51,7 @@ def load_config(path: str | Path) -> ModelConfig:
     Raises:
         ValueError: the file is the config of another kind of model, or not a config.
     """
-    kind = read_fields(path).get("model_type", GECKO)
+    kind = read_object(path, "a model config").get("model_type", GECKO)
     if not isinstance(kind, str) or kind not in CONFIGS:
         raise ValueError(f"{path} must be of one of the kinds {', '.join(CONFIGS)}; it is of {kind!r}.")
     return CONFIGS[kind].load(path)

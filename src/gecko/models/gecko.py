@@ -1,13 +1,19 @@
-"""The Gecko language model (Ma et al., 2026): embedding, blocks, final norm, head."""
+"""The Gecko language model (Ma et al., 2026): embedding, blocks, final norm, head.
+
+``check_tokens``, ``trained_targets`` and ``run_block`` serve every architecture.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from gecko.config import GeckoConfig
 from gecko.io.checkpoints import model_folder
@@ -18,13 +24,14 @@ from gecko.layers.cema import CEMA
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.layers.linear import FeedForward, embedding_, project
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm, block_norm
-from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.common import content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
-from gecko.ops.timestep_norm import TimestepNormState
-from gecko.runtime.tensors import meta_device
-from gecko.segments import Clock, Context, Segments
+from gecko.runtime.tensors import meta_device, to_device
+from gecko.segments import Context, ContextExchange, Segments
 from gecko.state import GeckoState
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+"""Activations that backward recomputes: none, all except the outputs of linear layers, or all."""
 
 
 class Block(nn.Module):
@@ -129,8 +136,7 @@ class Gecko(nn.Module):
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
         context: Context | None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        hidden, state, segments = self._read(tokens, segment_ids, state, context)
-        targets = self._trained_targets(tokens, targets, segment_ids, segments)
+        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
         loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
         return loss if context is None else context.mean(loss, (targets != IGNORED).sum()), state
 
@@ -140,8 +146,7 @@ class Gecko(nn.Module):
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Return the cross-entropy of every token in nats, (B, T), 0 for ignored targets, and the state."""
-        hidden, state, segments = self._read(tokens, segment_ids, state, context)
-        targets = self._trained_targets(tokens, targets, segment_ids, segments)
+        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
         losses = token_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
         return losses.view(tokens.shape), state
 
@@ -176,11 +181,27 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, GeckoState, Segments]:  # fmt: skip
-        x = self._embed(tokens)
+        x, (batch, length) = self._embed(tokens), tokens.shape[:2]
         if state is not None:
-            self.check_state(state, tokens.shape[0])
-        segments = self._segments(tokens, segment_ids, None if state is None else state.clock, context, lengths)
+            self.check_state(state, batch)
+        clock = None if state is None else state.clock
+        layout: dict[str, Any] = {"segment_ids": segment_ids, "clock": clock, "device": tokens.device}
+        if context is None:
+            segments = Segments.build(batch, length, lengths=lengths, **layout)
+        else:
+            assert lengths is None, "ranks that share rows read no padding"
+            only_here = ("sinks", "bfloat16_window", "convolution_width")
+            self.config.refuse(only_here, "a model whose rows several ranks share")
+            segments = context.segments(batch, length, self.config.chunk_size, **layout)
         return *self._through_blocks(x, state, segments), segments
+
+    def _read_with_targets(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
+        context: Context | None,
+    ) -> tuple[Tensor, GeckoState, Tensor]:  # fmt: skip
+        hidden, state, segments = self._read(tokens, segment_ids, state, context)
+        check_tokens("targets", targets, self.config.vocab_size, ignored=True)
+        return hidden, state, trained_targets(tokens, targets, segment_ids, segments.next_begins)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first block, (B, T, D), for token ids (B, T) or embeddings (B, T, D)."""
@@ -192,7 +213,7 @@ class Gecko(nn.Module):
                 )
             x = tokens
         else:
-            self._check_tokens("tokens", tokens)
+            check_tokens("tokens", tokens, self.config.vocab_size)
             x = self.embedding(tokens.long())
         return self._scaled(x)
 
@@ -208,22 +229,9 @@ class Gecko(nn.Module):
             x, mixer = run_block(self.activation_checkpointing, block, x, mixer, segments, exchange=segments.exchange)
             mixers.append(mixer)
         x, norm = self.final_norm(x, None if before is None else before.final_norm, segments)
-        return x, self._state(state, segments, tuple(mixers), norm)
-
-    def _segments(
-        self, tokens: Tensor, segment_ids: Tensor | None, clock: Clock | None, context: Context | None,
-        lengths: Tensor | None = None,
-    ) -> Segments:  # fmt: skip
-        if context is None:
-            return Segments.build(
-                *tokens.shape[:2], segment_ids=segment_ids, clock=clock, device=tokens.device, lengths=lengths
-            )
-        assert lengths is None, "ranks that share rows read no padding"
-        self.config.refuse(("sinks", "bfloat16_window", "convolution_width"), "a model whose rows several ranks share")
-        batch, length = tokens.shape[:2]
-        return context.segments(
-            batch, length, self.config.chunk_size, segment_ids=segment_ids, clock=clock, device=tokens.device
-        )
+        unchecked = self.sharded or torch.is_grad_enabled() or torch.compiler.is_exporting()
+        model = state.model if state is not None else "" if unchecked else self.fingerprint()
+        return x, GeckoState(self.config, model, segments.end, tuple(mixers), norm)
 
     def empty_state(self, batch: int = 1) -> GeckoState:
         """Return the initial state for this model's weights."""
@@ -266,22 +274,62 @@ class Gecko(nn.Module):
         """
         save_model(folder, self.config, pack(self.state_dict()))
 
-    def _state(
-        self, before: GeckoState | None, segments: Segments, mixers: tuple[MixerState, ...],
-        norm: TimestepNormState | None,
-    ) -> GeckoState:  # fmt: skip
-        untied = self.sharded or torch.is_grad_enabled() or torch.compiler.is_exporting()
-        model = before.model if before is not None else "" if untied else self.fingerprint()
-        return GeckoState(self.config, model, segments.end, mixers, norm)
 
-    def _trained_targets(
-        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, segments: Segments
-    ) -> Tensor:
-        self._check_tokens("targets", targets, ignored=True)
-        return trained_targets(tokens, targets, segment_ids, segments.next_begins)
+def check_tokens(name: str, tokens: Tensor, vocab_size: int, *, ignored: bool = False) -> None:
+    """Raise TypeError or ValueError unless ``tokens`` are ids (B, T) of a vocabulary; ``ignored`` also allows −100."""
+    if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        raise TypeError(f"{name} must be integers; got {tokens.dtype}. Use tokens.long() if they are token ids.")
+    if tokens.dim() != 2 or tokens.numel() == 0:
+        raise ValueError(f"{name} must have shape (batch, length), both at least 1; got {tuple(tokens.shape)}.")
+    if tokens.device.type == "cpu" and not torch.compiler.is_exporting():  # which knows shapes but no values
+        wrong = (tokens < 0) | (tokens >= vocab_size)
+        wrong &= (tokens != IGNORED) if ignored else True
+        if bool(wrong.any()):
+            raise ValueError(
+                f"{name} must be ids in 0..{vocab_size - 1}; got {int(tokens[wrong][0])}. "
+                "Check that the tokenizer is the one the model was trained with."
+            )
 
-    def _check_tokens(self, name: str, tokens: Tensor, *, ignored: bool = False) -> None:
-        check_tokens(name, tokens, self.config.vocab_size, ignored=ignored)
+
+def trained_targets(
+    tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, next_begins: Tensor | None = None
+) -> Tensor:
+    """Return ``targets`` (B, T) with −100 at the last token of every document.
+
+    A document is therefore never trained on the start of the next one.
+
+    Args:
+        next_begins: (B,) bool, whether a document starts after the last token. None: no document starts there.
+    """
+    if targets.shape != tokens.shape:
+        raise ValueError(f"targets must have the tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}.")
+    targets = targets.long()
+    if segment_ids is None:
+        return targets
+    next_document = segment_ids[:, 1:] != segment_ids[:, :-1]
+    last = next_document.new_zeros(len(targets), 1) if next_begins is None else next_begins.unsqueeze(1)
+    ends = torch.cat([next_document, last.to(next_document.device)], dim=1)
+    return targets.masked_fill(to_device(ends, targets.device), IGNORED)
+
+
+def run_block(
+    mode: ActivationCheckpointing, block: nn.Module, *inputs: Any, exchange: ContextExchange | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``.
+
+    What arrives from other ranks through ``exchange`` is kept: the recomputation does not communicate.
+    """
+    if mode == "none" or not torch.is_grad_enabled():
+        return block(*inputs, **options)
+    kept = _keep_projections if mode == "selective" else noop_context_fn
+    kept = kept if exchange is None else exchange.keeping(kept)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept, **options)
+
+
+_keep_projections = partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
 
 
 def save_model(

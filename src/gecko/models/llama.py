@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gecko.config import Epsilon, Layers, RopeBase, Size, named
-from gecko.io.files import parse_object
+from gecko.config import Architecture, Epsilon, Layers, RopeBase, Size
 from gecko.io.model_folder import Layout, fill, read_folder, write_folder
 from gecko.io.tensors import fitted, float_dtype
-from gecko.models.common import ActivationCheckpointing, check_tokens, run_block, trained_targets
+from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.records import build, check
 from gecko.runtime.process import require, without_log_warnings
@@ -36,7 +34,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(Architecture):
     """Architecture of a Llama 2 (Touvron et al., 2023): RMS norms before attention and feed-forward, full causal
     attention with rotary embedding, SwiGLU."""
 
@@ -89,31 +87,10 @@ class LlamaConfig:
     def chunk_size(self) -> None:
         """None: attention has no chunks."""
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
-        """Return the named architecture, with single fields changed by keyword."""
-        return dataclasses.replace(named(PRESETS, name), **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> LlamaConfig:
-        return build(cls, fields)
-
     def for_transformers(self) -> dict[str, Any]:
-        """Return the fields of the ``config.json`` that transformers reads."""
         values = {**self.to_dict(), "key_value_heads": self.num_key_value_heads}
         fields = {theirs: values[ours] for ours, theirs in NAMES.items()}
         return {"model_type": MODEL_TYPE, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **fields}
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.for_transformers(), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> LlamaConfig:
-        """Load a ``config.json`` that ``save`` or transformers wrote; one of another model raises ValueError."""
-        return parse_object(path, "a model config", cls._from_transformers)
 
     @classmethod
     def _from_transformers(cls, fields: dict[str, Any]) -> LlamaConfig:
@@ -132,7 +109,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama2-7b": LlamaConfig(vocab_size=32_000, num_layers=32, model_dim=4096, num_heads=32, ffn_dim=11_008),
     "llama-tiny": LlamaConfig(vocab_size=264, num_layers=5, model_dim=128, num_heads=4, ffn_dim=312),
 }
-
+LlamaConfig.presets = PRESETS
 
 LAYOUT = Layout("gecko-llama-1", ("lm_head.weight", "model.embed_tokens.weight"))
 _ATTENTION = "gecko_documents"

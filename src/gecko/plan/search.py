@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from typing import get_args
 
-from gecko.models.common import ActivationCheckpointing
+from gecko.models.gecko import ActivationCheckpointing
 from gecko.plan import GPU, Assumptions, Plan, make_plan
 from gecko.plan.dry_run.device import GRADIENTS, KEPT, LOSS, OPTIMIZER, PARAMETERS, WORK
 from gecko.train.run import Run

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from gecko.io.checkpoints import CHECKPOINTS
 from gecko.io.files import parse_object
 from gecko.models import ModelConfig, model_type, parse_config
-from gecko.models.common import ActivationCheckpointing
+from gecko.models.gecko import ActivationCheckpointing
 from gecko.records import (
     LIMIT,
     MOST,

@@ -216,7 +216,7 @@ _PREFIX = "lanes/"
 class CarriedState:
     """State that is carried from each step to the next: truncated backpropagation through time.
 
-    Lane i is row i of every batch. Its rows are consecutive in a text (``gecko.data.lanes``), so the state after a row
+    Lane i is row i of every batch. Its rows are consecutive in a text (``LaneRows``), so the state after a row
     is the state before the lane's next row; gradients end at the row's start. A rank holds the states of the lanes
     whose rows it reads, for each accumulated part of a step. Ranks that share rows hold the same states.
 
