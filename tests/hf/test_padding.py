@@ -229,7 +229,7 @@ def test_tuples(pair):
 
 def test_long_prompts_are_read_in_pieces(pair, monkeypatch):
     ours, theirs = pair()
-    monkeypatch.setattr("gecko.hf.modeling.piece_length", lambda config: 16)
+    monkeypatch.setattr("gecko.hf.batch.piece_length", lambda config: 16)
     ids = tokens(2, 50)
     positions = torch.cat([torch.arange(30), torch.arange(20)]).expand(2, -1)
     with torch.no_grad():
