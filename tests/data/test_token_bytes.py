@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, load_tokenizer, validation_batches
-from gecko.data.token_bytes import check_loss, token_bytes
+from gecko.data.text_stream import check_loss, token_bytes
 
 any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 texts = st.text(st.one_of(st.sampled_from("the quick,é你🎉 \n"), st.characters(exclude_categories=["Cs"])), max_size=40)

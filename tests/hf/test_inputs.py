@@ -58,7 +58,7 @@ def test_hidden_states_are_the_inputs_of_blocks_and_head(masked, variant, pair, 
     ours, theirs = pair(variant)
     ids = tokens(3, 9)
     mask = MASK if masked else torch.ones_like(ids)
-    monkeypatch.setattr("gecko.hf.modeling.piece_length", lambda config: 4)
+    monkeypatch.setattr("gecko.hf.batch.piece_length", lambda config: 4)
     with torch.no_grad():
         out = theirs(ids, attention_mask=mask, output_hidden_states=True)
         assert len(out.hidden_states) == ours.config.num_layers + 1

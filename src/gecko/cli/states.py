@@ -18,7 +18,7 @@ from gecko.runtime.terminal import Terminal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gecko.data.token_bytes import TokenBytes
+    from gecko.data.text_stream import TokenBytes
     from gecko.models.gecko import Gecko
     from gecko.state import GeckoState
 
@@ -52,7 +52,7 @@ class Read(StartsFromState, WritesFile):
 
     def run(self) -> None:
         from gecko.cli.arguments import TokenReader, named_text
-        from gecko.data.token_bytes import token_bytes
+        from gecko.data.text_stream import token_bytes
         from gecko.inference import read
         from gecko.train.health import StopSignal
 

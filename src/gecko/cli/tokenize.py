@@ -94,7 +94,7 @@ class Tokenize(Command):
         """Write the missing shards, or submit a job that does."""
         from gecko.data.executors import run_here, run_on_ray
         from gecko.data.sources import sample_texts
-        from gecko.data.token_bytes import SAMPLE, check_loss
+        from gecko.data.text_stream import SAMPLE, check_loss
 
         if len(plan.done()) == len(plan.tasks):
             return

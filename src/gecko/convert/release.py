@@ -91,6 +91,7 @@ _IRRELEVANT = (
     "layerwise_ckpt", "custom_bwd", "loss_parallel",
 )  # fmt: skip
 """Reference fields without effect on weights or on outputs in evaluation."""
+_PRIORS = ("prior_count", "prior_mean", "prior_var", "prior_logv")
 
 
 def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[GeckoConfig, dict[str, Tensor]]:
@@ -103,9 +104,11 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tu
             empty.
     """
     ours = _config({**config, "vocab_size": _vocab_size(config, state)})
-    derived = {name for name in state if _is_derived(name)}
+    derived = {name for name in state if name == "rope.freqs" or name.rsplit(".", 1)[-1] in _PRIORS}
     for name in derived:
-        _check_prior(name, state[name])
+        if name.endswith("prior_count") and bool((state[name] != 0).any()):
+            found = state[name].tolist()
+            raise ValueError(f"{name} must be 0 (no prior statistics), as in published checkpoints; got {found}.")
     kept = {name: tensor for name, tensor in state.items() if name not in derived}
     weights = renamed(kept, all_names(TOP, BLOCK, "layers", ours.num_layers), "reference parameter")
     weights = {name: _plain(name, tensor) for name, tensor in weights.items()}
@@ -132,22 +135,15 @@ def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[di
 def _config(config: Mapping[str, Any]) -> GeckoConfig:
     if config.get("output_size", -1) not in (-1, config["vocab_size"]):
         raise ValueError(f"output_size must be -1 or vocab_size {config['vocab_size']}; got {config['output_size']}.")
-    return _megalodon(config) if "norm_num_groups" in config else _gecko(config)
-
-
-def _gecko(config: Mapping[str, Any]) -> GeckoConfig:
-    betas = (config.get("timenorm_beta1", 0.999), config.get("timenorm_beta2", 0.9999))
-    return GeckoConfig.from_dict({**_translated(config, FIELDS, "timenorm_beta1", "timenorm_beta2"),
-                                  "timestep_betas": betas})  # fmt: skip
-
-
-def _megalodon(config: Mapping[str, Any]) -> GeckoConfig:
+    if "norm_num_groups" not in config:
+        betas = (config.get("timenorm_beta1", 0.999), config.get("timenorm_beta2", 0.9999))
+        fields = _translated(config, FIELDS, "timenorm_beta1", "timenorm_beta2")
+        return GeckoConfig.from_dict(fields | {"timestep_betas": betas})
     own = ("timenorm_num_groups", "layernorm_num_groups", "num_rope_heads", "two_hop_residual")
-    fields = {theirs: ours for theirs, ours in FIELDS.items() if theirs not in own}
+    known = {theirs: ours for theirs, ours in FIELDS.items() if theirs not in own}
     given = {name: value for name, value in config.items() if not (name == "rope_base" and value is None)}
-    return GeckoConfig.from_dict(
-        {**MEGALODON_DEFAULTS, **_translated(given, fields | {"norm_num_groups": "timestep_groups"}), **MEGALODON}
-    )
+    fields = _translated(given, known | {"norm_num_groups": "timestep_groups"})
+    return GeckoConfig.from_dict({**MEGALODON_DEFAULTS, **fields, **MEGALODON})
 
 
 def _translated(config: Mapping[str, Any], fields: Mapping[str, str], *others: str) -> dict[str, Any]:
@@ -195,17 +191,6 @@ def with_tied_head(weights: dict[str, Tensor], field: str) -> dict[str, Tensor]:
     if not torch.equal(weights.get("head.weight", embedding), embedding):
         raise ValueError(f"{field} says that embedding and output are one; the checkpoint holds two that differ.")
     return {**weights, "head.weight": embedding}
-
-
-def _is_derived(name: str) -> bool:
-    return name == "rope.freqs" or name.rsplit(".", 1)[-1] in (
-        "prior_count", "prior_mean", "prior_var", "prior_logv",
-    )  # fmt: skip
-
-
-def _check_prior(name: str, tensor: Tensor) -> None:
-    if name.endswith("prior_count") and bool((tensor != 0).any()):
-        raise ValueError(f"{name} must be 0 (no prior statistics), as in published checkpoints; got {tensor.tolist()}.")
 
 
 CONFIG, WEIGHTS = "config.json", "consolidated.pth"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gecko.io.files import whole_file
+from gecko.io.files import write_text
 
 DEFINITION, SETTING = "tokenizer.json", "tokenizer_config.json"
 """File names of transformers."""
@@ -52,8 +52,7 @@ def write_byte_tokenizer(folder: Path, *, chat: bool) -> None:
     """Write both files to ``folder``, each atomically."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **byte_settings(chat=chat)}
     for name, text in ((DEFINITION, byte_definition()), (SETTING, json.dumps(settings, indent=2) + "\n")):
-        with whole_file(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
 
 
 def holds_byte_tokenizer(folder: Path) -> bool:

@@ -190,16 +190,17 @@ class CorpusShare:
                 digest.update(len(content).to_bytes(8, "little") + content)
             if number % ranks == rank:
                 parts.append(_tokenized([batch], tokenizer))
-        return cls(parts, digest.hexdigest(), _dtype(tokenizer))
+        return cls(parts, digest.hexdigest(), token_dtype(tokenizer.vocab_size))
 
 
-def _dtype(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest unsigned type that holds every id, little-endian."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCorpus:
     """Tokenize batches of texts; texts without tokens are dropped."""
-    dtype = _dtype(tokenizer)
+    dtype = token_dtype(tokenizer.vocab_size)
     tokens, lengths = bytearray(), array("q")
     start = np.array([tokenizer.document_start], dtype).tobytes()
     end = np.array([tokenizer.document_end], dtype).tobytes()

@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from gecko.config import LARGEST, Size, whole
 from gecko.data.loader import Row, make_row, numbered_from_zero, rows_in
-from gecko.data.packing import LEAST, ROW_LAYOUT, SPLIT_STREAM, Shuffle, TokenizedCorpus, held_out_count, permutation
+from gecko.data.packing import (
+    LEAST,
+    ROW_LAYOUT,
+    SPLIT_STREAM,
+    Shuffle,
+    TokenizedCorpus,
+    held_out_count,
+    permutation,
+    token_dtype,
+)
 from gecko.data.tokenizers import Tokenizer
 from gecko.io.files import has_digest, inner_name, parse_object
 from gecko.records import check
@@ -106,12 +115,10 @@ class Manifest:
         return parse_object(folder / MANIFEST, f"a manifest of token shards ({FORMAT}), by gecko tokenize", parse)
 
     def to_json(self) -> str:
-        totals = {name: sum(getattr(shard, name) for shard in self.shards) for name in _TOTALS}
+        counted = ("documents", "tokens", "text_bytes")
+        totals = {name: sum(getattr(shard, name) for shard in self.shards) for name in counted}
         return json.dumps({"format": FORMAT, "dtype": self.tokenizer.dtype.name, **totals, **dataclasses.asdict(self)},
                           indent=1)  # fmt: skip
-
-
-_TOTALS = ("documents", "tokens", "text_bytes")
 
 
 OPEN_FILES = 256
@@ -239,11 +246,6 @@ class ShardFolder:
 
 def is_shard_folder(source: str) -> bool:
     return (Path(source).expanduser() / MANIFEST).is_file()
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned type that holds every id, little-endian."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 HELD_OUT_PLACE, HELD_OUT_ORDER = 1, 2

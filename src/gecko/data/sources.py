@@ -43,12 +43,19 @@ def find_files(source: str) -> list[Path]:
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return _folder_files(path)
+        below = _sorted_below(path, lambda name: name[0] == ".")
+        if files := [path for path in below if not _LEFTOVER.fullmatch(path.name)]:
+            return files
+        raise FileNotFoundError(
+            f"a folder of documents must hold at least one file, hidden ones and backups not counted; got "
+            f"{str(path)!r} with none."
+        )
     if path.exists():
         return [path]
     if glob.has_magic(source):
         return _glob_files(source)
-    near = difflib.get_close_matches(path.name, _names_beside(path), n=1)
+    beside = path.parent.iterdir() if path.parent.is_dir() and not path.is_symlink() else ()
+    near = difflib.get_close_matches(path.name, [STDLIB, *(entry.name for entry in beside)], n=1)
     hint = f" Did you mean {str(path.with_name(near[0]))!r}?" if near else ""
     found = "which is a link that leads to no file" if path.is_symlink() else "which does not exist"
     raise FileNotFoundError(
@@ -78,16 +85,6 @@ def stdlib_files() -> list[Path]:
     return files
 
 
-def _folder_files(folder: Path) -> list[Path]:
-    files = [path for path in _sorted_below(folder, lambda name: name[0] == ".") if not _LEFTOVER.fullmatch(path.name)]
-    if not files:
-        raise FileNotFoundError(
-            f"a folder of documents must hold at least one file, hidden ones and backups not counted; got "
-            f"{str(folder)!r} with none."
-        )
-    return files
-
-
 def _glob_files(pattern: str) -> list[Path]:
     matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
     left_out = None if _LEFTOVER.fullmatch(Path(pattern).name) else _LEFTOVER
@@ -109,11 +106,6 @@ def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
         folder_names[:] = [name for name in folder_names if not skip(name)]
         files += [Path(folder, name) for name in file_names if not skip(name)]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
-def _names_beside(path: Path) -> list[str]:
-    beside = path.parent.iterdir() if path.parent.is_dir() and not path.is_symlink() else ()
-    return [STDLIB, *(entry.name for entry in beside)]
 
 
 HUGGING_FACE = "hf:"
@@ -192,8 +184,12 @@ def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str =
 def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[SourcePart, ...]:
     """Return the parts of a source without the files in ``seen``, and add its files to ``seen``."""
     if spec.startswith(HUGGING_FACE):
-        name, config, split = _parse_dataset(spec)
-        return (SourcePart("dataset", name, field, config=config, split=split),)
+        named = spec.removeprefix(HUGGING_FACE).split(":")
+        if len(named) > 3 or not all(named):
+            raise ValueError(f"a data set must be named as hf:NAME[:split] or hf:NAME:CONFIG:split; got {spec!r}.")
+        name, *rest = named
+        split = rest.pop() if rest else "train"
+        return (SourcePart("dataset", name, field, config=rest[0] if rest else None, split=split),)
     files = stdlib_files() if spec == STDLIB else find_files(spec)
     # A document that is read twice, also through a link, could be in the training and in the validation part.
     fresh = []
@@ -271,15 +267,6 @@ def _open_dataset(part: SourcePart) -> Any:
             f"the Hugging Face data set {part.name!r} (configuration {part.config}, split {part.split!r}) must be one "
             f"that can be reached, as hf:NAME[:split] or hf:NAME:CONFIG:split; got: {error}"
         ) from error
-
-
-def _parse_dataset(spec: str) -> tuple[str, str | None, str]:
-    parts = spec.removeprefix(HUGGING_FACE).split(":")
-    if len(parts) > 3 or not all(parts):
-        raise ValueError(f"a data set must be named as hf:NAME[:split] or hf:NAME:CONFIG:split; got {spec!r}.")
-    name, *rest = parts
-    split = rest.pop() if rest else "train"
-    return name, rest[0] if rest else None, split
 
 
 def check_apart(validation: str, training: Iterable[str]) -> None:

@@ -24,9 +24,9 @@ import numpy as np
 from gecko.data.packing import batches
 from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
 from gecko.data.sources import SourcePart, dataset_pieces, empty_source, find_sources
-from gecko.data.token_bytes import TokenBytes, token_bytes
+from gecko.data.text_stream import TokenBytes, token_bytes
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
-from gecko.io.files import inner_name, parse_object, whole_file
+from gecko.io.files import inner_name, parse_object, whole_file, write_text
 
 PLAN = "tokenize.json"
 SHARD_BYTES = (1 << 20, 1 << 30)
@@ -106,8 +106,7 @@ class TokenizingPlan:
         # A process that was killed while it wrote the plan leaves a temporary file.
         if self.folder.is_dir() and any(not entry.name.startswith(f".{PLAN}.") for entry in self.folder.iterdir()):
             raise FileExistsError(f"{self.folder} must be a new or an empty folder. Choose another one with --out.")
-        with whole_file(path) as temporary:
-            temporary.write_text(content, encoding="utf-8")
+        write_text(path, content)
 
     def done(self) -> list[ShardRecord]:
         """Return the records of the complete shards in the order of tasks."""
@@ -131,7 +130,7 @@ class TokenizingPlan:
             if not any(record.documents for record in records if record.source == spec):
                 raise empty_source(spec)
         manifest = Manifest(self.tokenizer, tuple(records))
-        _write_text(self.folder / MANIFEST, manifest.to_json())
+        write_text(self.folder / MANIFEST, manifest.to_json())
         self._remove_leftovers()
         return manifest
 
@@ -201,7 +200,7 @@ def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer, encoders
     record = dataclasses.replace(
         record, documents=len(lengths), tokens=sum(lengths), text_bytes=sum(text_bytes), sha256=digests
     )
-    _write_text(shard.file(".json"), json.dumps(dataclasses.asdict(record), indent=1))
+    write_text(shard.file(".json"), json.dumps(dataclasses.asdict(record), indent=1))
     return record
 
 
@@ -310,8 +309,3 @@ def _same_tokenizer(record: TokenizerRecord) -> Tokenizer:
             "Restore it, or tokenize into a new folder."
         )
     return tokenizer
-
-
-def _write_text(path: Path, text: str) -> None:
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

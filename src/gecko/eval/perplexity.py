@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.data.token_bytes import check_loss
+from gecko.data.text_stream import check_loss
 from gecko.eval.results import Report, Results, Score, Values, bootstrap_mean, quiet, student
 from gecko.eval.scored_model import Cursor, ScoredModel, Text, TextSize, measure
 from gecko.runtime.process import require

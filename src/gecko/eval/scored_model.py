@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gecko.data import ByteTokenizer, Tokenizer, check_vocabulary
 from gecko.data.readers import check_plain_text, decode_text, read_pieces
-from gecko.data.token_bytes import token_bytes
+from gecko.data.text_stream import token_bytes
 from gecko.inference import Prefill, Sampling, TextStream, TokenStream, encode_stream, read, score
 from gecko.inference.llama import LlamaPrefill, LlamaStream, prefill_llama, score_llama
 from gecko.inference.pieces import pieces

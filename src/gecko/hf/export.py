@@ -16,7 +16,7 @@ from typing import Any
 from gecko.hf.classification import GeckoForSequenceClassification
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.modeling import GeckoForCausalLM, GeckoModel
-from gecko.io.files import whole_file
+from gecko.io.files import write_text
 from gecko.models.gecko import Gecko
 from gecko.runtime.process import __version__
 
@@ -110,15 +110,13 @@ def _write_card(folder: Path, model: Gecko) -> None:
         name=folder.resolve().name, parameters=count, layers=model.config.num_layers,
         vocabulary=model.config.vocab_size, version=__version__,
     )  # fmt: skip
-    with whole_file(folder / "README.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(folder / "README.md", text)
 
 
 def write_code(folder: Path) -> dict[str, str]:
     """Write every file of ``remote_code`` to ``folder``; return the ``auto_map`` for its config."""
     for name, source in remote_code().items():
-        with whole_file(folder / f"{name}.py") as temporary:
-            temporary.write_text(source, encoding="utf-8")
+        write_text(folder / f"{name}.py", source)
     return dict(AUTO_MAP)
 
 
@@ -142,7 +140,8 @@ def _closure(module: str) -> dict[str, str]:
         name = wanted.pop()
         if name not in found:
             found[name] = _source(name)
-            wanted += _imports(found[name])
+            nodes = [node for node in ast.walk(ast.parse(found[name])) if isinstance(node, ast.ImportFrom)]
+            wanted += [node.module for node in nodes if node.module and node.module.split(".")[0] == "gecko"]
     return found
 
 
@@ -150,11 +149,6 @@ def _source(module: str) -> str:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")
-
-
-def _imports(source: str) -> list[str]:
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    return [node.module for node in nodes if node.module and node.module.split(".")[0] == "gecko"]
 
 
 def _with_relative_imports(module: str, source: str) -> str:
@@ -183,5 +177,4 @@ def _name_for_every_version(path: Path) -> None:
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(fields, indent=2) + "\n")

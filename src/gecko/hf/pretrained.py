@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from gecko.hf.configuration import GeckoConfig
 from gecko.io.checkpoints import CHECKPOINTS, model_folder
-from gecko.io.files import whole_file
+from gecko.io.files import write_text
 from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, write_folder
 from gecko.io.quantization import is_quantized
 from gecko.io.shipped import shipped_folder
@@ -197,8 +197,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         kept = {name: x for name, x in weights.items() if not (name == head and self.config.tie_embedding)}
         write_folder(folder, config.architecture(), kept, layout, shards=_shards(kept, max_shard_size))
         self._save_code(folder, config)
-        with whole_file(folder / CONFIG) as temporary:
-            temporary.write_text(config.to_json_string(), encoding="utf-8")
+        write_text(folder / CONFIG, config.to_json_string())
         if self.can_generate():
             self.generation_config.save_pretrained(folder)
 

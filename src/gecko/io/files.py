@@ -51,6 +51,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text as a ``whole_file``."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder of the name of ``path``; if the block succeeds, its files become those of ``path``.

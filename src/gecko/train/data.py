@@ -35,7 +35,7 @@ from gecko.data.chats import ChatCorpus, ChatRows, load_chats, read_chats
 from gecko.data.loader import batch_of
 from gecko.data.packing import ROW_LAYOUT, CorpusShare, TokenizedCorpus
 from gecko.data.sources import check_apart, find_sources, sample_texts
-from gecko.data.token_bytes import SAMPLE, check_loss
+from gecko.data.text_stream import SAMPLE, check_loss
 from gecko.data.training_data import parse_source, read_sources
 from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints, model_folder

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, validation_batches
 from gecko.data.chats import ChatCorpus, ChatRows
-from gecko.data.token_bytes import token_bytes
+from gecko.data.text_stream import token_bytes
 from gecko.inference import NewToken, stream
 from gecko.inference.llama import LlamaStream, prefill_llama
 from gecko.models import LanguageModel, Llama
