@@ -117,7 +117,9 @@ def build(kind: type[T], values: Mapping[str, Any], prefix: str = "", *, texts: 
         if name not in hints:
             known = [prefix + known for known in hints]
             raise FieldError(unknown_name(f"{noun} field", prefix + name, known), prefix + name)
-    missing = [prefix + name for name in hints if name not in values and _required(kind, name)]
+    fields, none = dataclasses.fields(kind), dataclasses.MISSING  # type: ignore[arg-type]
+    required = {x.name for x in fields if x.default is none and x.default_factory is none}
+    missing = [prefix + name for name in hints if name not in values and name in required]
     if missing:
         given = _SHOWN.repr(sorted(values))
         article = "an" if noun[0] in "aeiou" else "a"
@@ -227,11 +229,6 @@ def _from_text(text: str, kind: type) -> Any:
         return text if kind is str else _WORDS[digits.lower()] if kind is bool else kind(digits)
     except (KeyError, ValueError):
         return text
-
-
-def _required(kind: Any, name: str) -> bool:
-    field = kind.__dataclass_fields__[name]
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _noun(kind: type) -> str:

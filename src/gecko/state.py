@@ -24,6 +24,9 @@ from gecko.segments import Clock
 FORMAT = "gecko-state-1"
 ROUNDED = "rounded"
 """Metadata key: the tensors that a compact file stores in bfloat16, with their original dtypes."""
+_MAY_ROUND = ("cema", "keys", "values", "memory", "key_sum", "value_sum", "convolution")
+"""Tensors that change results by about 2⁻⁹ if they are rounded by 2⁻⁹. Not so log sums, where the error is in the
+exponent, or counts. Norm statistics are small."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ class GeckoState(TensorRecord):
         file. Clocks, counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes.
         """
         tensors = self.tensors()
-        rounded = {name: x for name, x in tensors.items() if compact and _may_round(name) and x.itemsize > 2}
+        rounded = {
+            name: x for name, x in tensors.items() if compact and name.split(".")[-1] in _MAY_ROUND and x.itemsize > 2
+        }
         metadata = {
             "format": FORMAT, "config": json.dumps(self.config.to_dict()), "model": self.model,
             ROUNDED: json.dumps({name: str(x.dtype).removeprefix("torch.") for name, x in rounded.items()}),
@@ -116,7 +121,12 @@ class GeckoState(TensorRecord):
             found = metadata.get("gecko", metadata.get("format", "another file"))
             raise ValueError(f"{path} must hold a reading state ({FORMAT}); it holds {found}.")
         config = stored_config(Path(path), metadata, GeckoConfig)
-        tensors |= fitting(path, "a reading state", lambda: _restored(tensors, metadata))
+        known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
+        def restored() -> dict[str, Tensor]:
+            return {name: tensors[name].to(known[x]) for name, x in parse_json(metadata.get(ROUNDED, "{}")).items()}
+
+        tensors |= fitting(path, "a reading state", restored)
         blank = _blank_like(config, tensors, metadata.get("model", ""))
         filled = iter(fitted(path, tensors, blank.tensors()).values())
         state = blank.map(lambda _: next(filled))
@@ -146,13 +156,6 @@ _LONGEST = 2**53
 """Most tokens of a text, so that counts are exact in float64."""
 
 
-def _restored(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors that a compact file rounded, in the dtypes that they had."""
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-    rounded = parse_json(metadata.get(ROUNDED, "{}"))
-    return {name: tensors[name].to(known[dtype]) for name, dtype in rounded.items()}
-
-
 def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) -> GeckoState:
     """Return an empty state, whose layers are on ``meta``, with the rows and float dtypes of the tensors of a file.
 
@@ -167,14 +170,6 @@ def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) 
     if not config.bfloat16_window:
         window = window.to(**first)
     return replace(blank, mixers=tuple(replace(mixer, attention=window) for mixer in blank.mixers))
-
-
-def _may_round(name: str) -> bool:
-    """Return whether rounding this tensor by 2⁻⁹ changes results by about 2⁻⁹ too.
-
-    This is not the case for log sums, where the error is in the exponent, or for counts. Norm statistics are small.
-    """
-    return name.split(".")[-1] in ("cema", "keys", "values", "memory", "key_sum", "value_sum", "convolution")
 
 
 def _empty_mixer(

@@ -143,11 +143,8 @@ def write_tokenizer(fields: Mapping[str, Any], source: Path, folder: Path) -> No
 
 def _named(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the tokens with a purpose, as ``tokenizer_config.json`` calls them."""
-    keys = {name: f"{name}_token_id" for name in ("bos", "eos")} | {
-        "unk": "unknown_token_id",
-        "pad": "padding_token_id",
-    }
-    ids = {name: fields.get(key, -1) for name, key in keys.items()}
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: fields.get(f"{key}_token_id", -1) for name, key in keys.items()}
     return {f"{name}_token": fields["tokens"][index] for name, index in ids.items() if index >= 0}
 
 

@@ -219,22 +219,16 @@ def _text(inputs: Tensor, mask: Tensor, read: Tensor | None) -> Tensor | None:
             f"attention_mask must be 1 at text and 0 at padding; it has {other[0].item()}. Packed documents are marked "
             "by position_ids, which start at 0 in each."
         )
-    if read is not None and mask.shape[1] > length:
-        _check_before(is_text[:, :columns], read)
-    text = is_text[:, -length:]
-    return None if bool(text.all()) else text
-
-
-def _check_before(text: Tensor, read: Tensor) -> None:
-    """Check that a mask agrees with the mask of the columns (B, columns before) that were read."""
-    changed = (text != read.to(text.device)).nonzero()
-    if len(changed):
+    earlier = is_text[:, :columns] if read is not None and mask.shape[1] > length else None
+    if read is not None and earlier is not None and len(changed := (earlier != read.to(mask.device)).nonzero()):
         row, column = changed[0].tolist()
         raise ValueError(
             f"attention_mask must stay the same in the columns that the cache has read; in row {row} it differs at "
             f"column {column}. A state keeps all it has read, also the padding that generate appends to rows that stop "
             "early: leave this cache out and read one row at a time, or continue only rows that ended together."
         )
+    text = is_text[:, -length:]
+    return None if bool(text.all()) else text
 
 
 def _starts(inputs: Tensor, positions: Tensor, text: Tensor | None) -> Tensor | None:

@@ -100,8 +100,7 @@ class GeckoModel(GeckoPreTrainedModel):
         past_key_values = given_cache(past_key_values, cache)
         if torch.compiler.is_exporting():
             use_cache = _exported_without_cache(attention_mask, position_ids, past_key_values, use_cache)
-        _refuse(output_attentions, others)
-        _check_borders(position_ids, others)
+        _check_others(output_attentions, position_ids, others)
         batch = self.batch(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -322,16 +321,8 @@ def _untested() -> str:
     return f"transformers {found} is newer than {NEWEST}, the newest that was tested." if newer else ""
 
 
-def _check_borders(positions: Tensor | None, others: dict[str, Any]) -> None:
-    given = [name for name in _REPEATS_POSITIONS if others.get(name) is not None]
-    if given and positions is None:
-        raise ValueError(
-            f"{', '.join(given)} must come with position_ids, which mark where packed documents start; got none."
-            " Try DataCollatorWithFlattening(return_position_ids=True)."
-        )
-
-
-def _refuse(attentions: bool | None, others: dict[str, Any]) -> None:
+def _check_others(attentions: bool | None, positions: Tensor | None, others: dict[str, Any]) -> None:
+    """Raise ValueError or TypeError for what a Gecko does not compute, and for arguments that it does not know."""
     if attentions:
         raise ValueError("output_attentions must be off: a Gecko computes no attention weights of a whole text.")
     known = (*_REPEATS_POSITIONS, "cache_position")  # transformers 4 passes this, which repeats the cache's length
@@ -339,6 +330,12 @@ def _refuse(attentions: bool | None, others: dict[str, Any]) -> None:
     unknown = [name for name, value in others.items() if not any(value is x for x in off) and name not in known]
     if unknown:
         raise TypeError(f"a Gecko takes no argument {', '.join(unknown)}. {_untested()}".rstrip())
+    given = [name for name in _REPEATS_POSITIONS if others.get(name) is not None]
+    if given and positions is None:
+        raise ValueError(
+            f"{', '.join(given)} must come with position_ids, which mark where packed documents start; got none."
+            " Try DataCollatorWithFlattening(return_position_ids=True)."
+        )
 
 
 def as_asked(output: Any, return_dict: bool | None, config: Any) -> Any:
