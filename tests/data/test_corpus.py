@@ -209,22 +209,12 @@ def refuse(source: str | Path | list[str], error: type[Exception], message: str)
         list(load_documents(source))
 
 
-@pytest.mark.parametrize("source", ["", [], ["a.txt", ""]])
-def test_no_source(source: str | list[str]) -> None:
-    refuse(source, ValueError, "a source of documents must be named")
-
-
 def test_missing_path_is_refused_at_once_with_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "books.txt").write_text("x")
     with pytest.raises(FileNotFoundError, match=r"book\.txt', which does not exist\. Did you mean .*books\.txt'"):
         load_documents(str(tmp_path / "book.txt"))
     with pytest.raises(FileNotFoundError, match=r"Did you mean 'stdlib'"):
         load_documents("stdlb")
-
-
-def test_nothing_found(tmp_path: Path) -> None:
-    refuse(tmp_path, FileNotFoundError, "must hold at least one file")
-    refuse(f"{tmp_path}/*.txt", FileNotFoundError, r"a glob must match at least one file; got .*\*\.txt")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.txt.zst"])
@@ -250,17 +240,6 @@ def test_zstd_with_a_long_window(tmp_path: Path) -> None:
     assert list(load_documents(tmp_path)) == ["far back"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"ab\0cd", "a NUL byte at byte offset 2"), (b"abc\xff", "the invalid byte 0xff at byte offset 3")],
-)
-@pytest.mark.parametrize("suffix", COMPRESSIONS)
-def test_binary_file(tmp_path: Path, content: bytes, message: str, suffix: str) -> None:
-    path = tmp_path / f"x{suffix}"
-    path.write_bytes(COMPRESSIONS[suffix](content))
-    refuse(path, ValueError, f"{re.escape(str(path))} must be UTF-8 text; got {message}")
-
-
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("keep", [0.1, 0.4, 0.99])
 def test_truncated_compressed_file(tmp_path: Path, suffix: str, keep: float) -> None:
@@ -270,39 +249,12 @@ def test_truncated_compressed_file(tmp_path: Path, suffix: str, keep: float) -> 
     refuse(path, ValueError, f"{re.escape(str(path))} must be a whole (gzip|zstd) file.*truncated or damaged")
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_damaged_compressed_file(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"x.txt{suffix}"
-    path.write_bytes(b"this was never compressed")
-    refuse(path, ValueError, "must be a whole (gzip|zstd) file")
-
-
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"x", lambda content: b""])
 def test_truncated_parquet(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "rows.parquet"
     write_parquet(path, ["a", "b"])
     path.write_bytes(damage(path.read_bytes()))
     refuse(path, ValueError, r"rows\.parquet must be a whole Parquet file; got one that is truncated")
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "a"', "must hold one JSON object; got invalid JSON"),
-        (b"[" * 100_000, "must hold one JSON object; got invalid JSON"),
-        (b'{"text": ' + b"1" * 5000 + b"}", "must hold one JSON object; got invalid JSON"),
-        (b"[1]", "must hold one JSON object; got a list"),
-        (b'{"body": "a", "id": 1}', r"must have the field 'text' .* got the fields \['body', 'id'\]"),
-        (b'{"text": 5}', "must hold a string in its field 'text'; got a int"),
-        (b'{"text": null}', "must hold a string in its field 'text'; got null"),
-        (b'{"text": "\xff"}', "must be UTF-8 text; got the invalid byte 0xff at byte offset 10"),
-        (b'{"text": "\\ud800"}', "must hold text that UTF-8 can write; got half a surrogate pair"),
-    ],
-)
-def test_json_line_names_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(json_lines(["fine"]) + b"\n" + line + b"\n")
-    refuse(path, ValueError, f"{re.escape(str(path))}, line 3, {message}")
 
 
 def test_parquet_without_the_column_or_the_text(tmp_path: Path) -> None:
@@ -322,20 +274,6 @@ def test_parquet_that_is_not_utf_8_names_file_and_row(tmp_path: Path, row: int) 
     column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
     refuse(tmp_path / "x.parquet", ValueError, rf"x\.parquet, row {row}, must be UTF-8 text; .* 0xff at byte offset 1")
-
-
-@pytest.mark.parametrize("spec", ["hf:", "hf:a:", "hf:a:b:c:d"])
-def test_malformed_data_set_name(spec: str) -> None:
-    refuse(spec, ValueError, r"must be named as hf:NAME\[:split\]")
-
-
-def test_data_set_that_cannot_be_reached(tmp_path: Path) -> None:
-    refuse(f"hf:{tmp_path}/missing", ValueError, "must be one that can be reached")
-
-
-def test_data_set_without_the_field(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_bytes(json_lines(["one"], "body"))
-    refuse(f"hf:{tmp_path}", ValueError, "record 0, must have the field 'text'")
 
 
 def csv_rows(texts: list[str], separator: str) -> bytes:
@@ -381,8 +319,49 @@ def test_a_cell_longer_than_the_csv_module_takes_by_itself(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("", ValueError, "a source of documents must be named"),
+        ([], ValueError, "a source of documents must be named"),
+        (["a.txt", ""], ValueError, "a source of documents must be named"),
+        (".", FileNotFoundError, "must hold at least one file"),
+        ("./*.txt", FileNotFoundError, r"a glob must match at least one file; got .*\*\.txt"),
+        ("hf:", ValueError, r"must be named as hf:NAME\[:split\]"),
+        ("hf:a:", ValueError, r"must be named as hf:NAME\[:split\]"),
+        ("hf:a:b:c:d", ValueError, r"must be named as hf:NAME\[:split\]"),
+        ("hf:./missing", ValueError, "must be one that can be reached"),
+    ],
+)
+def test_sources_that_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | list[str], error: type[Exception], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse(source, error, message)
+
+
+JSON_LINES = {
+    b'{"text": "a"': "must hold one JSON object; got invalid JSON",
+    b"[" * 100_000: "must hold one JSON object; got invalid JSON",
+    b'{"text": ' + b"1" * 5000 + b"}": "must hold one JSON object; got invalid JSON",
+    b"[1]": "must hold one JSON object; got a list",
+    b'{"body": "a", "id": 1}': r"must have the field 'text' .* got the fields \['body', 'id'\]",
+    b'{"text": 5}': "must hold a string in its field 'text'; got a int",
+    b'{"text": null}': "must hold a string in its field 'text'; got null",
+    b'{"text": "\xff"}': "must be UTF-8 text; got the invalid byte 0xff at byte offset 10",
+    b'{"text": "\\ud800"}': "must hold text that UTF-8 can write; got half a surrogate pair",
+}
+BINARY = {b"ab\0cd": "a NUL byte at byte offset 2", b"abc\xff": "the invalid byte 0xff at byte offset 3"}
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        *(("x.jsonl", json_lines(["fine"]) + b"\n" + line + b"\n", rf"x\.jsonl, line 3, {message}")
+          for line, message in JSON_LINES.items()),
+        *((name := f"x{suffix}", compress(content), f"{re.escape(name)} must be UTF-8 text; got {message}")
+          for suffix, compress in COMPRESSIONS.items() for content, message in BINARY.items()),
+        ("x.txt.gz", "this was never compressed", r"x\.txt\.gz must be a whole gzip file"),
+        ("x.txt.zst", "this was never compressed", r"x\.txt\.zst must be a whole zstd file"),
         ("x.json", '[{"text": "a"}, 5]', r"x\.json, record 2, must hold one JSON object; got a int"),
         ("x.json", '[{"text": "a"}, {"body": "a"}]', r"record 2, must have the field 'text' .*\['body'\]"),
         ("x.json", '[{"text": "a"}', r"x\.json must hold a list of JSON objects.*invalid JSON"),
@@ -397,9 +376,14 @@ def test_a_cell_longer_than_the_csv_module_takes_by_itself(tmp_path: Path) -> No
         ("x.csv", "id,text\n1,a\0b\n", r"x\.csv, line 2, must be UTF-8 text; got a NUL byte at byte offset 3"),
     ],
 )  # fmt: skip
-def test_records_that_are_malformed(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    refuse(tmp_path / name, ValueError, f"(?s){message}")
+def test_files_that_are_malformed(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    refuse(tmp_path / name, ValueError, f"(?s){re.escape(str(tmp_path))}.*{message}")
+
+
+def test_a_data_set_without_the_field(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(json_lines(["one"], "body"))
+    refuse(f"hf:{tmp_path}", ValueError, "record 0, must have the field 'text'")
 
 
 @pytest.mark.parametrize(
