@@ -257,11 +257,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def text_ids(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
-    """Return the ``ids`` that represent text.
-
-    Raises:
-        ValueError: an id is negative.
-    """
+    """Return the ``ids`` that represent text; ValueError if an id is negative."""
     special, limit = tokenizer.special_ids, tokenizer.vocab_size
     kept = [index for index in map(int, ids) if index < limit and index not in special]
     if kept and min(kept) < 0:

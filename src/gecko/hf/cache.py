@@ -116,11 +116,7 @@ class GeckoCache(Cache):
 
 
 def given_cache(past_key_values: GeckoCache | None, cache: GeckoCache | None) -> GeckoCache | None:
-    """Return the one of the two names of a cache that a caller used.
-
-    Raises:
-        ValueError: both were used.
-    """
+    """Return the one of the two names of a cache that a caller used; ValueError if both were used."""
     if past_key_values is not None and cache is not None:
         raise ValueError("past_key_values and cache are names of one argument; got both. Pass one of them.")
     return cache if past_key_values is None else past_key_values
