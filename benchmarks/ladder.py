@@ -3,7 +3,7 @@
 Beside the ladder stand the two ends at four million parameters (two seeds), the Llama, and other forms of Gecko.
 
     python benchmarks/ladder.py --books books --out runs/ladder --jobs 2           # train, score and write the table
-    python benchmarks/ladder.py --books books --out runs/ladder --rates --jobs 2   # 2 MB at three rates for every rung
+    python benchmarks/ladder.py --books books --out runs/ladder --rates --jobs 2   # 2 MB at four rates for every rung
 
 The same command continues after an interruption. Every ended run adds a line to ``results/evidence/ladder.csv`` (loss
 by novel) or ``ladder_rates.csv``. ``books`` holds the novels as text files.
@@ -40,7 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "evidence"
 TEST = ("emma", "jane_eyre", "little_women", "north_and_south")
 TUNING = ("crime_and_punishment", "pride_and_prejudice", "sherlock_holmes", "tale_of_two_cities")
 KEPT_BACK = "gibbon"
-RATES = (4e-3, 8e-3, 1.6e-2)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 LENGTH, ROWS, BATCH = 2048, 256, 8
 """Bytes of a scored row, rows of each novel (evenly spaced), and rows of a forward pass."""
 
@@ -61,6 +61,7 @@ CHANGES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Each rung has the changes of all rungs above it. In all of them a query attends to at most 128 bytes."""
 GATED, GECKO = CHANGES[1][0], CHANGES[-1][0]
+SLOWER = "Megalodon with SwiGLU, half the learning rate"
 GATED_4M, GECKO_4M = "Megalodon with SwiGLU, 4 M", "Gecko, 4 M"
 SIZES = {"1 M": (GATED, GECKO, 3), "4 M": (GATED_4M, GECKO_4M, 2)}
 """By number of parameters: the paper's Megalodon, Gecko, and their seeds."""
@@ -90,6 +91,7 @@ BESIDE = (
     Model(GECKO_4M, "compare_gecko_4m", (), seeds=2),
     Model(GATED_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, seeds=2),
     Model("Llama 2, 4 M", "compare_llama_4m", (), GECKO_4M, 2e-3, seeds=2),
+    Model(SLOWER, "compare_megalodon", RUNGS[1].overrides, GECKO, 4e-3),
     Model("Llama 2", "compare_llama", (), GECKO),
     Model("Llama 2, half the learning rate", "compare_llama", (), GECKO, 4e-3),
     Model("Gecko, gate on attention and memory", "compare_gecko", ("model.gate=sum",), GECKO),

@@ -25,6 +25,8 @@ from gecko.runtime.process import require
 
 _SETTLED = 0.25
 """Fraction of a run after which its loss determines the picture's frame."""
+_FEW = 4
+"""With fewer losses after it, all losses of the run determine the frame."""
 _TALLEST = 1.5
 """Upper limit of the picture relative to the worst model's best perplexity, so that outliers do not flatten it."""
 _MAP_WIDTH = 4.2
@@ -94,7 +96,9 @@ def loss_figure(rows: Sequence[Row], x: str, xlabel: str, ylabel: str) -> Any:
         for line in lines if len(lines) > 1 else []:
             axes.plot(*_columns(line), color=model.style.color, linewidth=0.6, alpha=0.6)
         axes.plot(*_columns(main), **model.style.line(len(main)))
-        settled += [loss for line in (main, *lines) for place, loss in line if place >= _SETTLED * line[-1][0]]
+        for line in (main, *lines):
+            late = [loss for place, loss in line if place >= _SETTLED * line[-1][0]]
+            settled += late if len(late) >= _FEW else _columns(line)[1]
         ends.append((main[-1][1], model.style, model.label))
     fit(axes, settled, 0.06)
     axes.set_xlim(left=0)

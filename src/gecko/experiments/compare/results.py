@@ -314,9 +314,10 @@ def write_page(folder: Path, comparison: Mapping[str, Any]) -> Path:
         Section("Command", texts=[Listing(comparison["command"])]),
     ]  # fmt: skip
     runs, recipes = comparison["runs"], comparison["recipes"]
+    verdicts = " ".join(_verdicts(recipes, comparison["first"]))
     summary = (
-        f"{len(runs)} runs of {runs[0]['tokens']:,} tokens each, of {len(recipes)} recipes; the same texts in the same "
-        f"order for every model of a seed, and the same optimizer. All numbers are in {COMPARISON}."
+        f"{verdicts} {len(runs)} runs of {runs[0]['tokens']:,} tokens each, of {len(recipes)} recipes; the same texts "
+        f"in the same order for every model of a seed, and the same optimizer. All numbers are in {COMPARISON}."
     )
     write_html(folder / PAGE, f"Comparison: {', '.join(comparison['parameters'])}", summary, sections)
     return folder / PAGE
