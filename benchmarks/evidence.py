@@ -64,13 +64,17 @@ def order() -> Row:
 def gated(size: str) -> Row:
     """Holds if the whole interval over all seeds is beyond the margin that the ladder states."""
     claim = f"With equal bytes Gecko is better than Megalodon as the paper has it, with SwiGLU: {size} parameters"
-    megalodon, gecko, seeds = ladder.SIZES[size]
-    found = ladder.contrast(megalodon, gecko)
+    megalodons, gecko, seeds = ladder.SIZES[size]
+    found = ladder.contrast(ladder.tuned(megalodons), gecko)
     if found is None:
         return claim, "not run", "open"
-    text = f"nats per byte above Gecko, {found[3]} of {seeds} seeds, four novels, 10 MB: {_shown(*found[:3], 4)}"
-    if found[3] < seeds:
-        return claim, text, f"open: fewer than {seeds} seeds"
+    text = (
+        f"nats per byte above Gecko, {found[3]} of {seeds} seeds, four novels, 10 MB, Megalodon at the better of two "
+        f"learning rates by the tuning novels: {_shown(*found[:3], 4)}"
+    )
+    ended = [len(ladder.losses_of(name)) for name in (*megalodons, gecko)]
+    if min(ended) < seeds:
+        return claim, text, f"open: {sum(seeds - count for count in ended)} of {seeds * len(ended)} runs are missing"
     return claim, text, _verdict(found[1] > ladder.MARGIN)
 
 

@@ -63,8 +63,9 @@ CHANGES: tuple[tuple[str, tuple[str, ...]], ...] = (
 GATED, GECKO = CHANGES[1][0], CHANGES[-1][0]
 SLOWER = "Megalodon with SwiGLU, half the learning rate"
 GATED_4M, GECKO_4M = "Megalodon with SwiGLU, 4 M", "Gecko, 4 M"
-SIZES = {"1 M": (GATED, GECKO, 3), "4 M": (GATED_4M, GECKO_4M, 2)}
-"""By number of parameters: the paper's Megalodon, Gecko, and their seeds."""
+SLOWER_4M = "Megalodon with SwiGLU, 4 M, half the learning rate"
+SIZES = {"1 M": ((GATED, SLOWER), GECKO, 3), "4 M": ((GATED_4M, SLOWER_4M), GECKO_4M, 2)}
+"""By number of parameters: the paper's Megalodon at two learning rates, Gecko at its best one, and their seeds."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ RUNGS = tuple(_rungs())
 BESIDE = (
     Model(GECKO_4M, "compare_gecko_4m", (), seeds=2),
     Model(GATED_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, seeds=2),
+    Model(SLOWER_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, 4e-3, seeds=2),
     Model("Llama 2, 4 M", "compare_llama_4m", (), GECKO_4M, 2e-3, seeds=2),
     Model(SLOWER, "compare_megalodon", RUNGS[1].overrides, GECKO, 4e-3),
     Model("Llama 2", "compare_llama", (), GECKO),
@@ -191,12 +193,23 @@ def run(planned: Planned, out: Path, folders: dict[str, Path], table: Table) -> 
     table.add(planned.model.name, planned.seed, f"{planned.rate:g}", size, *losses, f"{tuned:.5f}", *where)
 
 
-def losses_of(rung: str) -> dict[int, list[float]]:
-    """Return the losses on the test novels by seed."""
-    with (RESULTS / "ladder.csv").open(encoding="utf-8", newline="") as file:
-        return {
-            int(row["seed"]): [float(row[name]) for name in TEST] for row in csv.DictReader(file) if row["rung"] == rung
-        }
+def losses_of(name: str, columns: Sequence[str] = TEST) -> dict[int, list[float]]:
+    """Return the losses of a model on the test novels, or those in other columns of the table, by seed."""
+    return {
+        int(row["seed"]): [float(row[column]) for column in columns]
+        for row in rows_of("ladder.csv") if row["rung"] == name
+    }  # fmt: skip
+
+
+def rows_of(table: str) -> list[dict[str, str]]:
+    path = RESULTS / table
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else []
+
+
+def tuned(names: Sequence[str]) -> str:
+    """Return the model with the least mean loss on the tuning novels; one that was not run comes last."""
+    found = {name: losses_of(name, ["tuning_novels"]).values() for name in names}
+    return min(names, key=lambda name: np.mean(list(found[name])) if found[name] else np.inf)
 
 
 def contrast(name: str, base: str) -> tuple[float, float, float, int] | None:
@@ -221,8 +234,26 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def page() -> str:
-    """Return two Markdown tables: rungs, each beside the rung above, and other models beside Gecko of their size."""
-    return _table("rung", "change", RUNGS) + "\n" + _table("beside the ladder", "minus Gecko", BESIDE)
+    """Return Markdown tables: rungs, each beside the rung above; the others that were run beside Gecko; rates."""
+    beside = [model for model in BESIDE if losses_of(model.name)]
+    tables = [
+        _table("rung", "change", RUNGS),
+        *([_table("beside the ladder", "minus Gecko", beside)] if beside else []),
+    ]
+    return "\n".join([*tables, _rates()])
+
+
+def _rates() -> str:
+    """Return the losses on the tuning novels after 2 MB by learning rate."""
+    found = {(row["rung"], float(row["rate"])): float(row["tuning_novels"]) for row in rows_of("ladder_rates.csv")}
+    lines = [
+        f"| after 2 MB, learning rate | {' | '.join(f'{rate:g}' for rate in RATES)} |",
+        "|---|" + "---:|" * len(RATES),
+    ]
+    for name in dict.fromkeys(name for name, _ in found):
+        losses = [found.get((name, rate)) for rate in RATES]
+        lines.append(f"| {name} | {' | '.join('' if loss is None else f'{loss:.4f}' for loss in losses)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _table(title: str, difference: str, models: Sequence[Model]) -> str:
