@@ -135,7 +135,7 @@ def check(record: object, prefix: str = "") -> None:
 
 @lru_cache(maxsize=256)
 def field_types(kind: type) -> dict[str, Any]:
-    """Return the annotations of a dataclass's fields, with their metadata."""
+    """Return the type of each field of a dataclass by name; ``Annotated`` types keep their metadata."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

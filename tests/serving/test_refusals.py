@@ -85,6 +85,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
     ({"stream_options": {"include_usgae": True}}, "stream_options.include_usgae: unknown field"),
+    ({"stream_options": {"include_usgae": 0}}, "stream_options.include_usgae: unknown field"),
     ({"suffix": "the end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
     ({"presence_penalty": 2.5}, "presence_penalty"),

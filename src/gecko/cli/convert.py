@@ -80,7 +80,7 @@ class Consolidate(Command):
         echo(f"{target}: the model of {checkpoint.name}")
 
     def target(self, checkpoint: Path) -> Path:
-        """Return the folder to write: the checkpoint, or one that is new, empty, or has a model of the same config."""
+        """Return ``checkpoint``, or ``out`` if set: it must be new, empty, or hold a model of the same config."""
         from gecko.io.model_folder import CONFIG
         from gecko.models import load_config
 

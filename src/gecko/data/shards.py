@@ -97,7 +97,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """List of a folder's shards."""
+    """One tokenizer, and the shards of a folder that it made."""
 
     tokenizer: TokenizerRecord
     shards: tuple[ShardRecord, ...]

@@ -175,7 +175,7 @@ def run_task(folder: Path, number: int) -> ShardRecord:
 
     Raises:
         ValueError: the corpus cannot be read, or the corpus or the tokenizer has changed.
-        OSError: writing failed; no part of the shard is left.
+        OSError: writing failed; the shard has no record, so a later call writes it again.
     """
     plan = TokenizingPlan.load(folder)
     task = plan.tasks[number]

@@ -159,7 +159,7 @@ def drawn_depths(count: int, rng: random.Random) -> list[float]:
 
 
 def _word(rng: random.Random) -> str:
-    """Draw an adjective and a noun."""
+    """Return a random adjective and a random noun, joined by a hyphen."""
     words = _words()
     return f"{rng.choice(words['adjectives'])}-{rng.choice(words['nouns'])}"
 

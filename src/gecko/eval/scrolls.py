@@ -44,7 +44,7 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions of one source."""
+    """Questions of one file, or of one data set on the hub; those about one document are consecutive."""
 
     name: str
     """Name of the file, or of the data set on the hub."""

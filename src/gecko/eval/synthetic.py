@@ -102,7 +102,7 @@ def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> 
 
 
 def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
-    """Generate random tokens with a special token (id 0) twice: inside, where the answer follows it, and at the end.
+    """Generate random tokens with token 0 twice: at a random place before its answer, and at the end as the question.
 
     ``size.items`` has no effect: there is one item.
 

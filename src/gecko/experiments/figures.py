@@ -150,7 +150,7 @@ def perplexity_figure(rows: Sequence[Row]) -> Any:
 
 
 def distance_figure(rows: Sequence[Row], x: str, guessing: float) -> Any:
-    """Plot accuracy with its interval by distance; bars at the same distance are side by side."""
+    """Plot each model's mean accuracy, with error bars, by the distance ``case[x]``; a line shows ``guessing``."""
     figure, axes = new_figure("chunks from the answer to its question", "accuracy, %")
     models, ends = by_model(rows), []
     for number, (model, mine) in enumerate(models.items()):

@@ -130,7 +130,7 @@ class Token:
 
 @dataclass(frozen=True, eq=False)
 class PromptRead:
-    """Event: the log-probabilities of a prompt; it comes before the first token."""
+    """Event: the log-probabilities of a prompt, if they were requested; it comes before the first generated token."""
 
     request_id: int
     scores: PromptScores

@@ -277,7 +277,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold an exclusive lock on the file ``path``, which is created if needed; the lock ends with the process.
+    """Hold an exclusive lock on ``path`` in the ``with`` block; create the file if needed, and empty it.
 
     On a file system without locks, a warning says so and nothing is held.
 

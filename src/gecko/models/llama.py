@@ -179,7 +179,7 @@ class Llama(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, a scalar. It ignores the same targets (B, T) as ``Gecko.loss``.
+        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar. Ignored targets are as in ``Gecko.loss``.
 
         A ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows.
         """

@@ -66,9 +66,9 @@ VLLM_MEMORY = 0.9
 
 
 def serving(config: ModelConfig, memory: int) -> dict[str, int] | None:
-    """Return the bytes of weights and of a row, and the rows that a GPU's ``memory`` holds, in bfloat16.
+    """Return the bytes of the weights and of a sequence's state, and how many sequences fit in ``memory``, in bfloat16.
 
-    Weights and states are exact. None for a Llama, whose rows grow with what they have read.
+    The two counts, for ``gecko serve`` and vLLM, assume a reserve. None for a Llama, whose state grows with the text.
     """
     if isinstance(config, LlamaConfig):
         return None

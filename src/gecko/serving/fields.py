@@ -21,7 +21,6 @@ from gecko.serving.limits import ApiError, invalid
 
 _LONGEST_NAME = 100
 """Maximum number of characters of a name that an error quotes."""
-_EMPTY: tuple[Any, ...] = (None, False, [])
 _MAX_STOPS, _MAX_STOP_LENGTH, _MAX_STOP_IDS = 16, 1000, 128
 _MAX_BIASES, _MAX_METADATA, _MAX_TEXTS = 1024, 16, 10_000
 _ID = re.compile("0|[1-9][0-9]{0,18}")
@@ -42,14 +41,16 @@ class JsonObject:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonPart(JsonObject):
-    """JSON object inside a request. Unknown fields with empty values are ignored: clients send back fields of earlier
-    answers, such as ``"tool_calls": null``.
+    """JSON object inside a request, which may have unknown fields that are null, false or [].
+
+    They are ignored, because clients send back fields of earlier answers, such as ``"tool_calls": null``.
     """
 
     @classmethod
     def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         known = cls.__dataclass_fields__
-        return super().clean({name: value for name, value in values.items() if name in known or value not in _EMPTY})
+        empty = {name for name, value in values.items() if value is None or value is False or value == []}
+        return super().clean({name: value for name, value in values.items() if name in known or name not in empty})
 
 
 K = TypeVar("K", bound=JsonObject)

@@ -137,7 +137,7 @@ class TrainingNotice:
         self.phase = "training"
 
     def __call__(self, signal: str, again: bool) -> None:
-        """Write what a signal does; ``again`` is true for a second Ctrl-C."""
+        """Write to stderr what the signal named ``signal`` does in this phase; ``again``: it is a second Ctrl-C."""
         write_notice(signal, _NOTICES[self.phase][again])
 
 

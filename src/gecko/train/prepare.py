@@ -231,7 +231,7 @@ def _decided(run: Run, saved: Run) -> Run:
 
 
 def _check_same_minutes(run: Run, saved: Run) -> None:
-    """Raise ValueError if ``minutes`` or the kind of schedule changed, but must not in a run that is resumed."""
+    """Raise ValueError if ``minutes`` changed after fixing the steps, or if not fixed and ``run`` ignores the clock."""
     if saved.steps is not None and run.minutes != saved.minutes:
         raise ValueError(
             f"minutes become steps once, and this run's are fixed at {saved.steps}; "

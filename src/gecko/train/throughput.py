@@ -135,11 +135,14 @@ def mfu_per_speed(run: Run, device: torch.device, devices: int) -> float:
     return flops_per_token(run.model, run.sequence_length) / (devices * peak_flops(device, dtype))
 
 
+_MEASURED = {"cuda": (8192, 4), "cpu": (768, 1)}
+"""Size of the matrices and number of products of a measurement. On a GPU launching them takes little of its time."""
+
+
 @functools.cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Return the best FLOP/s of a few measurements. They take some hundredths of a second, on a slow GPU seconds."""
-    # On a GPU the products are so large that launch overhead is negligible.
-    size, products = (8192, 4) if device.type == "cuda" else (768, 1)
+    size, products = _MEASURED["cuda" if device.type == "cuda" else "cpu"]
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(4):

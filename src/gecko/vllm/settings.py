@@ -18,10 +18,10 @@ class GeckoSettings(MambaModelConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
-        """Set the size of a cached block and the cache mode, and switch off graphs and the compiler.
+        """Set vLLM's cache mode, and its block size unless given; switch off CUDA graphs and the compiler.
 
-        To profile graphs, vLLM would allocate a page for each of up to 512 sequences at start, before it learns that
-        the plug-in has none.
+        Otherwise vLLM would allocate, before it learns that the model has no graphs, a cache page for each of up to
+        512 sequences to profile graphs.
 
         Raises:
             ValueError: the fields of the model's config contradict each other, the ranks of tensor parallelism cannot

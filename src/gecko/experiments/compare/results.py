@@ -185,7 +185,7 @@ def _loss_line(recipe: Values) -> list[Cell]:
 
 
 def _verdicts(recipes: Sequence[Values], first: str) -> Iterator[str]:
-    """Yield in a sentence each what the differences of the other recipes to the first one show."""
+    """Yield for each recipe but ``first`` a text that says whether its loss differs from the loss of ``first``."""
     for recipe in recipes:
         name, interval = recipe["recipe"], recipe["difference_interval"]
         if name == first:

@@ -93,7 +93,7 @@ def chunk_tables(coefficients: CEMACoefficients, chunk: int) -> tuple[Tensor, ..
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Convert (D, C, N) complex to (D, C, 2N)."""
+    """Convert (D, C, N) complex to (D, C, 2N) real, with interleaved real and imaginary parts."""
     return torch.view_as_real(x).flatten(-2)
 
 

@@ -131,7 +131,7 @@ def _with_shared_heads(
 
 
 def _reads_padded_rows(pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments) -> bool:
-    """Return whether one call of the C kernels reads rows of different lengths."""
+    """Return whether the C kernels run this call, so that padded rows need not be split by length."""
     if choose_backend(*inputs) != "cpu":
         return False
     start = common_chunk_offset(segments, 2 * pattern.chunk_size)

@@ -278,7 +278,7 @@ def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, object]) ->
 
 
 def _scratch(like: Tensor, shape: _Shape, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a buffer for a number for each weight of the largest piece, as ``dtype`` or that of ``like``."""
+    """Allocate a flat buffer for the attention weights of the largest piece; its dtype is ``dtype`` or ``like``'s."""
     pieces = shape.pieces(like.itemsize)
     return like.new_empty(max(x.count * (1 + x.previous) for x in pieces) * shape.chunk**2, dtype=dtype)
 

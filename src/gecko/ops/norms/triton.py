@@ -132,7 +132,7 @@ def _normalise(p_x, p_weight, p_bias, p_y, rows, eps, centered: tl.constexpr, fe
 def _gradients(p_x, p_weight, p_grad_y, p_grad_x, p_scale_parts, p_shift_parts, rows, programs, eps,
                centered: tl.constexpr, features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr,
                width: tl.constexpr, together: tl.constexpr, steps: tl.constexpr):  # fmt: skip
-    """Store the gradient of x, and those of scale and shift over this program's steps, to p_…_parts (programs, D)."""
+    """Store the gradient of x, and in one row of p_…_parts (programs, D) this program's sums for scale and shift."""
     program = tl.program_id(0).to(tl.int64)
     i_group, i_feature = tl.arange(0, together), tl.arange(0, width)
     i_column = i_group[:, None] * size + i_feature[None]

@@ -35,9 +35,9 @@ from gecko.ops.timestep_norm.triton_tiles import (
 def _after_tiles(p_begin, i_row, first, end, b_m, b_v, b_m_block, b_v_block, count, length,
                  log_mean, log_variance, steps: tl.constexpr, cumulative: tl.constexpr,
                  in_block: tl.constexpr):  # fmt: skip
-    """Return mean and variance before tile ``end``: a sum over the tiles since ``first``, of which each has its
-    statistics alone (in_block, groups), and those before ``first`` (groups). ``count``: steps of the document before
-    the call."""
+    """Return the running mean and variance, (groups), at the last step before tile ``end``.
+    They join b_m and b_v (in_block, groups), each of one tile alone from tile ``first`` on, to those before ``first``,
+    b_m_block and b_v_block (groups). ``count``: steps of the row's first document before the call."""
     i_tile = first + tl.arange(0, in_block)
     i_begin = load_begins(p_begin, i_row, end * steps - 1, length)
     # The document before tile ``end`` has steps in the tiles that end after it begins.

@@ -46,11 +46,11 @@ class Watcher(Protocol):
 
 
 class FakeGPU(TorchDispatchMode):
-    """The device, with the ``watchers`` of its operations.
+    """A simulated GPU, used in the context ``running``; ``watchers`` see every operation, those on the host too.
 
-    An operation runs on the device if one of its inputs is there, or if it creates floating-point numbers: what the
-    host computes itself, layouts and positions, are integers. Tensors of the host are copied to the device when an
-    operation there reads them.
+    An operation runs on the GPU if an input is there, or if it creates a tensor with ``device=`` whose dtype is neither
+    bool nor a signed integer of 16 to 64 bits: those hold layouts and positions, which the host computes. Inputs on the
+    host are copied to the GPU. A number that the host reads from it is always 1.
     """
 
     def __init__(self, *watchers: Watcher) -> None:
@@ -121,7 +121,7 @@ _COMMUNICATION = "c10d", "_c10d_functional", "fsdp"
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of bytes that were allocated at one time."""
+    """The largest memory in use at one time: its bytes, in total and by use, and the part of the step."""
 
     total: int
     uses: dict[str, int]
@@ -180,7 +180,7 @@ class MemoryLedger:
                 self._uses[number] = after
 
     def restart(self) -> None:
-        """Begin a measurement: ``peak`` is that of later moments."""
+        """Start a new measurement: ``peak`` now counts the memory in use after any later allocation or release."""
         self._begin = len(self._changes)
 
     @property

@@ -247,7 +247,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], source: object) -> None:
-    """Set the state of the generators; raise ValueError, which names ``source``, if they cannot have it."""
+    """Restore PyTorch's CPU generator and, if saved, the current GPU's; ValueError names ``source`` if that fails."""
     try:
         torch.set_rng_state(state["cpu"])
         if torch.cuda.is_available() and "cuda" in state:
