@@ -27,4 +27,5 @@ def test_times_and_exit_code_of_a_command() -> None:
     code = "import sys, time; print(sys.stdout.isatty(), flush=True); time.sleep(0.4); sys.exit(3)"
     screen = run_on_terminal([sys.executable, "-c", code], {})
     assert (screen.text, screen.code) == ("True\n", 3)
-    assert 0.4 <= screen.silent <= screen.seconds and screen.first < screen.seconds
+    # The first byte is seen a little after it was written, so the silence seems a little shorter than the sleep.
+    assert 0.3 <= screen.silent <= screen.seconds and screen.first < screen.seconds
