@@ -27,14 +27,14 @@ _FIELDS = {"assistant": ("weight", "tool_calls"), "tool": ("tool_call_id", "name
 _EXPECTED = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
-class Conversation(NamedTuple):
-    """A conversation and the functions that its answers may call."""
+class RecordedChat(NamedTuple):
+    """A chat of a file, and the functions that its answers may call."""
 
     turns: list[Turn]
     functions: Sequence[Function] = ()
 
 
-def read_chats(source: str) -> Iterator[tuple[str, Conversation]]:
+def read_chats(source: str) -> Iterator[tuple[str, RecordedChat]]:
     """Yield the chats of JSON Lines files, each after its place in the file for errors.
 
     Args:
@@ -52,7 +52,7 @@ def read_chats(source: str) -> Iterator[tuple[str, Conversation]]:
             yield where, _chat(record, where)
 
 
-def _chat(record: dict[str, Any], where: str) -> Conversation:
+def _chat(record: dict[str, Any], where: str) -> RecordedChat:
     messages = record.get("messages")
     if not isinstance(messages, list):
         raise _no_chat(where, f"the fields {sorted(record)}" if messages is None else "messages that are no list")
@@ -61,7 +61,7 @@ def _chat(record: dict[str, Any], where: str) -> Conversation:
     if not any(turn.role == "assistant" and turn.learned and (turn.content.strip() or turn.calls) for turn in turns):
         raise _no_chat(where, "a chat without an answer of the assistant, from which nothing can be learned")
     try:
-        return Conversation(linked(turns, "messages"), read_functions(record.get("tools") or [], "tools"))
+        return RecordedChat(linked(turns, "messages"), read_functions(record.get("tools") or [], "tools"))
     except FieldError as error:
         raise ValueError(f"{where} {error}") from error
 
@@ -113,7 +113,7 @@ class ChatCorpus:
     """(length,) of each chat, True at the tokens that a model learns: answers and what ends them."""
 
     @classmethod
-    def build(cls, chats: Iterable[tuple[str, Conversation]], chat_format: TemplateChat) -> ChatCorpus:
+    def build(cls, chats: Iterable[tuple[str, RecordedChat]], chat_format: TemplateChat) -> ChatCorpus:
         """Tokenize chats, each given after its place for errors.
 
         Raises:
