@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gecko.data import load_tokenizer
+from gecko.data import Tokenizer, load_tokenizer
 from gecko.eval.retrieval import (
     OF_TEXTS,
     TASKS,
@@ -22,9 +22,9 @@ from gecko.eval.retrieval import (
     Haystack,
     NeedleGrid,
     first_number,
-    haystack,
     matched,
     retrieval,
+    units_by_length,
 )
 from gecko.eval.ruler import NOISE, READERS, Draw, Sample, drawn_depths
 from gecko.eval.scored_model import Text, open_files
@@ -35,7 +35,7 @@ BYTES = load_tokenizer("bytes")
 SQUAD = {
     "data": [
         {"paragraphs": [
-            {"context": f"The town {name} lies on the river {name}ine. " * 2, "qas": [
+            {"context": f"The town {name} lies on the river {name}ine. " * 10, "qas": [
                 {"question": f"Where does {name} lie?",
                  "answers": [{"text": f"on the {name}ine"}, {"text": f"{name}ine"}]},
                 {"question": "Why?", "answers": [], "is_impossible": True},
@@ -43,9 +43,16 @@ SQUAD = {
         ]} for first in ("Arn", "Eber", "Neu", "Lich", "Ro")
     ]
 }  # fmt: skip
+UNEVEN = {"data": [{"paragraphs": [
+    {"context": f"{name} is here. " * count, "qas": [{"question": f"Where is {name}?", "answers": [{"text": "here"}]}]}
+    for name, count in (("Anna", 1), ("Berta", 200), ("Clara", 1))
+]}]}  # fmt: skip
+"""The paragraph of the second question is longer than that of the first."""
 HOTPOT = [
     {"question": f"Who founded the town of {name}?", "answer": f"Count {name}",
-     "context": [[f"{name} {part}", [f"Count {name} founded it. ", f"It has {part} gates."]] for part in range(3)]}
+     "context": [
+         [f"{name} {part}", [f"Count {name} founded it. ", f"It has {part} gates. " * 30]] for part in range(3)
+     ]}
     for name in ("Anna", "Berta", "Clara", "Dora")
 ]  # fmt: skip
 
@@ -73,6 +80,10 @@ def texts(tmp_path: Path, *contents: str) -> list[Text]:
     for number, content in enumerate(contents):
         (tmp_path / str(number)).write_text(content)
     return open_files([str(tmp_path / str(number)) for number in range(len(contents))])
+
+
+def haystack(task: str, tokenizer: Tokenizer, length: int, texts: Sequence[Text] = ()) -> Haystack:
+    return Haystack(task, tokenizer, length, units_by_length(task, tokenizer, texts)(length))
 
 
 def one(hay: Haystack, units: int, depth: float | None, seed: int = 1) -> Sample:
@@ -216,7 +227,8 @@ def test_samples_fill_their_length_and_keep_their_depth(
     units, chosen = hay.fit(), task in WITH_DEPTH
     sample = hay.sample(units, depth if chosen else None, str(seed))
     used = len(sample.prompt.encode()) + 1 + TASKS[task]
-    assert length - (600 if task in ("cwe", "fwe") else 260) < used <= length or units == hay.units.most
+    unit = {"cwe": 600, "fwe": 600, "qa_1": 700, "qa_2": 700}.get(task, 260)
+    assert length - unit < used <= length
     if task in SINGLE:
         mark = "\nThe pass key is" if task == "passkey" else "One of the special"
         before = sample.prompt.index(mark) - sample.prompt.index(".\n") - 2
@@ -358,8 +370,10 @@ REFUSED: list[tuple[str, int, list[str], str]] = [
     ("niah_single_2", 800, [], "needs texts"),
     ("passkey", 800, [BOOK], "makes its own text"),
     ("niah_single_1", 200, [], "200 tokens do not hold"),
-    ("niah_single_2", 4000, ["Too few words."], "must fill 4,000 tokens; their 3 words do not"),
-    ("cwe", 2_000_000, [], "words do not"),
+    ("niah_single_2", 4000, ["Too few words."], "must fill 4,000 tokens; its 3 words do not"),
+    ("cwe", 2_000_000, [], "cwe must fill 2,000,000 tokens; its 8,166 words do not"),
+    ("qa_1", 40_000, [json.dumps(SQUAD)], "qa_1 must fill 40,000 tokens; its 15 documents do not"),
+    ("qa_1", 1400, [json.dumps(UNEVEN)], "1,400 tokens do not hold those of qa_1"),
     ("qa_1", 4000, [], "needs a file of questions in SQuAD's form"),
     ("qa_2", 4000, ["[]", "[]"], "takes one file"),
     ("qa_1", 4000, ["not JSON"], "must hold questions in SQuAD's form"),

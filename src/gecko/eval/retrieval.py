@@ -6,10 +6,9 @@ Tasks with several needles, variables, words or documents draw all places.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,48 +60,66 @@ class Haystack:
         """Return the largest number of units with which document start, sample and answer fit.
 
         Raises:
-            ValueError: not even the smallest sample fits, or the given texts are too short.
+            ValueError: not even the smallest sample fits, or all there is does not fill the length.
         """
-        least, most = self.units.least, self.units.most
-        if not self.fits(least):
-            raise ValueError(
-                f"a length must hold question, needle and an answer of {TASKS[self.task]} tokens; {self.length:,} "
-                f"tokens do not hold those of {self.task}. Try a larger length."
-            )
-        low, high = least, 2 * least
+        low, high, most = self.units.least, 2 * self.units.least, self.units.most
+        if not self.fits(low):
+            raise self._too_short()
         while (most is None or high <= most) and self.fits(high):
             low, high = high, 2 * high
         if most is not None and high > most:
-            if self.fits(most) and self.task not in READERS:
+            if self.fits(most):
                 raise ValueError(
-                    f"the texts given must fill {self.length:,} tokens; their {most:,} words do not. Give more texts, "
-                    "or ask for shorter lengths."
+                    f"{self.task} must fill {self.length:,} tokens; its {most:,} {_UNITS.get(self.task, 'words')} do "
+                    "not. Give more of them, if they are yours, or ask for shorter lengths."
                 )
-            high = most + 1
+            high = most
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle) else (low, middle)
         return low
 
     def sample(self, units: int, depth: float | None, seed: str, number: int = 0) -> Sample:
-        """Return a sample that fits, with fewer units if its words have more tokens than those of others."""
-        while True:
-            sample = self.units.build(Draw(units, depth, random.Random(seed), number))
-            if units <= self.units.least or self._holds(sample):
+        """Return a sample that fits, with fewer units if its words have more tokens than those of others.
+
+        Raises:
+            ValueError: the smallest form of this sample does not fit.
+        """
+        for count in range(units, self.units.least - 1, -1):
+            sample = self.units.build(Draw(count, depth, random.Random(seed), number))
+            if self._holds(sample):
                 return sample
-            units -= 1
+        raise self._too_short()
+
+    def _holds(self, sample: Sample) -> bool:
+        return len(self.tokenizer.encode(sample.prompt)) + 1 + TASKS[self.task] <= self.length
 
     def fits(self, units: int) -> bool:
         """Return whether a sample with that many units fits."""
         depth = 0.5 if self.task in WITH_DEPTH else None
         return self._holds(self.units.build(Draw(units, depth, random.Random(0))))
 
-    def _holds(self, sample: Sample) -> bool:
-        return len(self.tokenizer.encode(sample.prompt)) + 1 + TASKS[self.task] <= self.length
+    def _too_short(self) -> ValueError:
+        return ValueError(
+            f"a length must hold question, needle and an answer of {TASKS[self.task]} tokens; {self.length:,} tokens "
+            f"do not hold those of {self.task}. Try a larger length."
+        )
 
 
-def haystack(task: str, tokenizer: Tokenizer, length: int, texts: Sequence[Text] = ()) -> Haystack:
-    """Return the haystack of a task; ``texts`` are those that needles are hidden in, or the file with the questions.
+_UNITS = {"qa_1": "documents", "qa_2": "documents"}
+_FORMS = {"qa_1": "SQuAD's", "qa_2": "HotpotQA's"}
+
+
+def check_task(task: str) -> None:
+    if task not in TASKS:
+        raise ValueError(unknown_name("task", task, TASKS))
+
+
+def units_by_length(task: str, tokenizer: Tokenizer, texts: Sequence[Text] = ()) -> Callable[[int], Units]:
+    """Return the function from a length in tokens to the samples of a task; it reads ``texts`` once.
+
+    Args:
+        texts: those that needles are hidden in, or the file with the questions.
 
     Raises:
         ValueError: the task is unknown, texts are missing or not used by it, or a file has no questions.
@@ -113,32 +130,27 @@ def haystack(task: str, tokenizer: Tokenizer, length: int, texts: Sequence[Text]
         if task in READERS and not texts:
             needs = f"needs a file of questions in {_FORMS[task]} form"
         raise ValueError(f"{task} {needs}; got {len(texts)} texts.")
-    hay = Haystack(task, tokenizer, length, _units(task, tokenizer, length, texts))
-    # RULER has short lists below 4,096 tokens. Bytes need them further, since a word has more of them.
-    if task == "cwe" and (length < 4096 or not hay.fits(hay.units.least)):
-        return dataclasses.replace(hay, units=common_words(short=True))
-    return hay
+    if task == "cwe":
+        return lambda length: _common_words(tokenizer, length)
+    if task == "fwe":
+        return lambda length: frequent_words(length - NEW_TOKENS[task])
+    units = _units(task, tokenizer, texts)
+    return lambda _: units
 
 
-_FORMS = {"qa_1": "SQuAD's", "qa_2": "HotpotQA's"}
+def _common_words(tokenizer: Tokenizer, length: int) -> Units:
+    """Return RULER's short lists below 4,096 tokens. Bytes need them further, since a word has more of them."""
+    hay = Haystack("cwe", tokenizer, length, common_words(short=False))
+    return common_words(short=True) if length < 4096 or not hay.fits(hay.units.least) else hay.units
 
 
-def check_task(task: str) -> None:
-    if task not in TASKS:
-        raise ValueError(unknown_name("task", task, TASKS))
-
-
-def _units(task: str, tokenizer: Tokenizer, length: int, texts: Sequence[Text]) -> Units:
+def _units(task: str, tokenizer: Tokenizer, texts: Sequence[Text]) -> Units:
     if task in READERS:
         return _questions(task, texts)
     if task == "passkey":
         return Units(_passkey)
     if task == "vt":
         return variables(lambda prompt: len(tokenizer.encode(prompt)) <= _EXAMPLE)
-    if task == "cwe":
-        return common_words(short=False)
-    if task == "fwe":
-        return frequent_words(length - NEW_TOKENS[task])
     whole = re.sub(r"\s+", " ", " ".join(text.whole() for text in texts)).strip()
     return NEEDLES[task].units(whole.split(" "))
 
@@ -205,9 +217,10 @@ def retrieval(
     check_task(task)
     if grid.depths is not None and task not in WITH_DEPTH:
         raise ValueError(f"{task} hides more than one needle, so its places are drawn; got depths. Leave them out.")
+    units_of = units_by_length(task, model.tokenizer, texts)
     scores, notes, answers = [], [], []
     for length in grid.lengths:
-        hay = haystack(task, model.tokenizer, length, texts)
+        hay = Haystack(task, model.tokenizer, length, units_of(length))
         units = hay.fit()
         for depth in [None] if grid.depths is None else grid.depths:
             report(f"length {length:,}, depth {RANDOM if depth is None else depth}")

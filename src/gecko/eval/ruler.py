@@ -2,7 +2,7 @@
 
 Words, templates, counts and lengths of answers are those of RULER, in its form for base models. Three things differ,
 since nothing is downloaded: the essays are texts that the user names, sentences end at ``.``, ``!`` or ``?`` and a
-space (RULER uses NLTK's Punkt), and ``cwe`` has only the words of wonderwords, so that it ends at about 10,000 words.
+space (RULER uses NLTK's Punkt), and ``cwe`` has only the words of wonderwords, about 8,000.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Draw:
-    """What one sample is made from: the number of units, the depth (None: drawn), the generator, and its number."""
+    """Inputs of one sample."""
 
     units: int
     depth: float | None
+    """Fraction of the haystack before the needle; None: drawn."""
     rng: random.Random
     number: int = 0
+    """Number of the sample, which chooses its question."""
 
 
 Build = Callable[[Draw], Sample]
@@ -128,23 +130,21 @@ class Needles:
     def _context(self, needles: list[str], words: Sequence[str], draw: Draw) -> str:
         if self.among == "texts":
             units, separator = re.split(r"(?<=[.!?]) ", " ".join(words)), " "
-            shares = [draw.depth] if draw.depth is not None else sorted(drawn_depths(len(needles), draw.rng))
-            places = [int(len(units) * share) for share in shares]
+            shares = drawn_depths(len(needles), draw.rng) if draw.depth is None else [draw.depth]
+            places = [int(len(units) * share) for share in sorted(shares)]
         else:
-            others = self.among == "needles"
-            units = [self._other(draw.rng) if others else NOISE for _ in range(draw.units)]
-            separator = "\n"
-            places = sorted(draw.rng.sample(range(draw.units), len(needles)))
-            places = places if draw.depth is None else [round(draw.units * draw.depth)]
+            units, separator = [self._unit(draw.rng) for _ in range(draw.units)], "\n"
+            drawn = draw.rng.sample(range(draw.units), len(needles))
+            places = sorted(drawn) if draw.depth is None else [round(draw.units * draw.depth)]
         for place, needle in reversed(list(zip(places, needles, strict=True))):
             units.insert(place, needle)
         return separator.join(units)
 
+    def _unit(self, rng: random.Random) -> str:
+        return NOISE if self.among == "noise" else self._needle(self._key(rng), self._value(rng))
+
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
-
-    def _other(self, rng: random.Random) -> str:
-        return self._needle(self._key(rng), self._value(rng))
 
     def _key(self, rng: random.Random) -> str:
         return _KINDS[self.key_kind](rng)
@@ -260,7 +260,8 @@ def questions(asked: Sequence[Asked], documents: Sequence[str]) -> Units:
 
     def build(draw: Draw) -> Sample:
         one = asked[draw.number % len(asked)]
-        rest = [number for number in range(len(documents)) if number not in {*one.needed, *one.first}]
+        before = {*one.needed, *one.first}
+        rest = [number for number in range(len(documents)) if number not in before]
         room = draw.units - len(one.needed)
         more = draw.rng.sample(one.first, min(room, len(one.first)))
         chosen = [*one.needed, *more, *draw.rng.sample(rest, room - len(more))]
