@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gecko.experiments.figures import loss_figure
+from gecko.experiments.table import Model, Row
 from gecko.pages.figures import LineStyle, label_line_ends, new_figure, spread_apart, svg
 
 INTERVALS = st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.07, 0.14])), min_size=1, max_size=14)
@@ -53,3 +55,16 @@ def test_the_same_picture_is_the_same_text() -> None:
 
     assert draw() == draw()
     assert draw().startswith("<svg") and not re.search(r"<svg[^>]*\bwidth=\"100", draw())
+
+
+@pytest.mark.parametrize(("points", "whole"), [(2, True), (4, True), (8, False), (40, False)])
+def test_short_runs_are_whole_in_the_picture_and_long_ones_have_a_frame_for_the_end(points: int, whole: bool) -> None:
+    model = Model("model", LineStyle.of(0))
+    losses = [6.0, *(2.0 - place / 100 for place in range(1, points))]
+    rows = [
+        Row(model, 0, "training", ("text",), {"step": step, "tokens": 100 * step}, "loss", loss, None, 1, "rows", None)
+        for step, loss in enumerate(losses)
+    ]
+    (axes,) = loss_figure(rows, "tokens", "tokens read", "loss").axes
+    low, high = axes.get_ylim()
+    assert bool(high > losses[0]) is whole and low < losses[-1]
