@@ -48,7 +48,7 @@ RopeBase = Annotated[float, real(above=1)]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the configs of all architectures have in common."""
+    """Base of the configs: presets, and the ``config.json`` of transformers."""
 
     presets: ClassVar[Mapping[str, Any]]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gecko.cli.command import LoadsModel, TakesDevice, WritesFile
 from gecko.cli.common import EVALUATION, command_line, echo
-from gecko.records import argument, build, option
+from gecko.records import argument, build, option, unknown_name
 from gecko.runtime.process import flushed_denormals, keep_freed_memory, require
 from gecko.runtime.terminal import Terminal, visible
 
@@ -228,13 +228,13 @@ class Diagnose(ReportedEvaluation):
     """gecko or llama."""
 
     def evaluate(self) -> tuple[Results, Mapping[str, Any], torch.device]:
-        from gecko.config import named
         from gecko.eval.diagnose import SMALL, Diagnosis, diagnose
         from gecko.train.settings import set_fields
         from gecko.train.throughput import select_device
 
-        device, model = select_device(self.device), named(SMALL, self.architecture)
-        values = dataclasses.asdict(Diagnosis(model=model))
+        if self.architecture not in SMALL:
+            raise ValueError(unknown_name("--architecture", self.architecture, SMALL))
+        device, values = select_device(self.device), dataclasses.asdict(Diagnosis(model=SMALL[self.architecture]))
         set_fields(values, self.overrides)
         values["model"]["model_type"] = self.architecture
         diagnosis = build(Diagnosis, values, texts=True)

@@ -180,9 +180,9 @@ class Origin(NamedTuple):
     name: str
     """The model's own name."""
     place: str
-    """What was read, in words."""
+    """The source, as the model card names it."""
     changes: str
-    """What happened to the numbers of the weights: sentences."""
+    """Sentences about changes of the weights' values."""
     licence: str | None = None
     """Identifier of the licence, if the source names one."""
     files: Mapping[str, bytes] = {}

@@ -99,8 +99,8 @@ def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, se
     for first in range(0, rows, 32):
         batch = _batch(task, size, min(32, rows - first), seed + _TEST_SEED + first)
         with inference(model):
-            found_logits = model(batch.tokens.to(device))
-        logits = found_logits[0] if isinstance(found_logits, tuple) else found_logits
+            output = model(batch.tokens.to(device))
+        logits = output[0] if isinstance(output, tuple) else output
         for distance, hits in hits_by_distance(batch, logits.argmax(-1).cpu(), chunk).items():
             found.setdefault(distance, []).extend(hits)
     every = [hit for hits in found.values() for hit in hits]

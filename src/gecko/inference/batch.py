@@ -28,7 +28,7 @@ class DecodingSequence:
     """
 
     key: int
-    """What the owner of the batch knows the sequence by, ``request_id`` of its events."""
+    """Identifier that the owner of the batch gave; ``request_id`` of its events."""
     request: Request
     position: int
     """Tokens of the sequence, including the generated ones."""

@@ -1,4 +1,4 @@
-"""What commands print: no text of a user, a file or a model controls the terminal, or is read as markup.
+"""Output of commands: no text of a user, a file or a model controls the terminal, or is read as markup.
 
 Work does not end because the reader of its output did, as in ``gecko train … | head``.
 """
