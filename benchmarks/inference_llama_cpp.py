@@ -1,10 +1,14 @@
-"""Gecko beside llama.cpp on the CPU: one decoded token after 512 and 32,768 tokens, and reading 32,768 tokens.
+"""Gecko beside llama.cpp on the CPU: one decoded token after short and long texts, and reading a text.
 
     python benchmarks/inference_llama_cpp.py --write
+    python benchmarks/inference_llama_cpp.py --model models/smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf --write
 
 The peer is a Llama with about as many weights, random, in the same type: float32, bfloat16, and 8 bit (Q8_0 there).
+With ``--model`` and ``--gguf`` it is the Llama that the model was converted from, with the same weights in other types.
 Both take the same number of threads. Rounds alternate between the two, and medians count. The first type of weights
-reads the long text; the peers of the others take its cache of keys and values, because reading it again takes minutes.
+reads the longest text; the peers of the others take its cache of keys and values, because reading it again takes
+minutes. The byte limit of a token is the bytes that it reads of weights and of the state or the cache, over the rate
+at which this memory is read (``memory_rate.py``).
 """
 
 from __future__ import annotations
@@ -13,52 +17,74 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
-from inference import Case, gecko_case, in_format, measure
-from llama_gguf import Llama, llama_cpp, system_info, write
-from measuring import command, machine, of_processor, parser_of, publish
+from inference import ROUNDS, Case, gecko_case, in_format, measured_beside_memory
+from llama_gguf import Llama, in_type, llama_cpp, random_llama, system_info
+from measuring import command, find_model, machine, of_processor, parser_of, publish
+from torch import Tensor
 
 import gecko
 from gecko.inference import Prefill, read
 from gecko.runtime.process import keep_freed_memory
 
-SHORT, LONG = 512, 32_768
-"""Tokens before and with the decoded one."""
 WEIGHTS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}
-"""Types of weights by their name in Gecko and in llama.cpp."""
 STEPS = {"tiny": 200, "gecko-125m": 20}
-"""Steps of a measurement."""
-ASKED = {
-    (SHORT, "float32"): 1, (SHORT, "bfloat16"): 1, (SHORT, "int8"): 1, (LONG, "float32"): 2, (LONG, "int8"): 4,
+ASKED: dict[tuple[int | str, str], float] = {
+    (512, "float32"): 1, (512, "bfloat16"): 1, (512, "int8"): 1, (32_768, "float32"): 2, (32_768, "int8"): 4,
+    ("reading", "float32"): 5,
 }  # fmt: skip
-"""Least ratio that is asked of a decoded token, by context and weights."""
-ASKED_READING = 5
+CONTEXTS = (512, 8_192, 32_768)
+"""Tokens with the decoded one."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in Gecko and as a GGUF file, and what is asked of it."""
+
+    name: str
+    model: gecko.Gecko
+    write: Callable[[Path, str], None]
+    """Writes the peer's file with weights of a type of llama.cpp."""
+    weights: dict[str, str]
+    """Types of weights by their name in Gecko and in llama.cpp."""
+    reads: int
+    """Tokens of the text that is read for time."""
+    steps: int
+    """Steps of a measurement."""
+    asked: dict[tuple[int | str, str], float]
+    """Least ratio of a decoded token by context and weights, and of reading."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Tokens per second of both."""
+    """Tokens per second of both, and their byte limits where tokens are decoded."""
 
-    preset: str
+    subject: Subject
     weights: str
     work: str
     gecko: float
     llama: float
     asked: float | None
+    limits: tuple[float, float] | None = None
 
     @property
     def row(self) -> str:
-        ratio = self.gecko / self.llama
         asked = "" if self.asked is None else f"≥ {self.asked:g} ×"
-        return (
-            f"| {self.preset} | {self.weights} | {self.work} | {_rate(self.gecko)} | {_rate(self.llama)} | {asked} | "
-            f"{ratio:.2f} × |"
+        limits = self.limits or (0.0, 0.0)
+        both = (
+            f"{_rate(speed)} | {f'{speed / limit:.0%}' if limit else ''}"
+            for speed, limit in zip((self.gecko, self.llama), limits, strict=True)
         )
+        types = f"{self.weights}, {self.subject.weights[self.weights]}"
+        ratio = f"{self.gecko / self.llama:.2f} ×"
+        return f"| {' | '.join((self.subject.name, types, self.work, *both, asked, ratio))} |"
 
 
 def _rate(value: float) -> str:
@@ -70,32 +96,55 @@ def main() -> None:
     keep_freed_memory()
     torch.manual_seed(0)
     pairs: list[Pair] = []
+    for subject in subjects(arguments):
+        pairs += compare(subject, arguments.weights or list(subject.weights), arguments.reads)
+    name = of_processor("inference_llama_cpp")
+    publish(
+        name.replace("cpp_", "cpp_converted_") if arguments.model else name, report(arguments, pairs), arguments.write
+    )
+
+
+def subjects(arguments: argparse.Namespace) -> Iterator[Subject]:
+    if arguments.model:
+        folder = find_model(arguments.model)
+        weights = {"bfloat16": "F16", "int8": "Q8_0"}
+        least = {"bfloat16": (0.95, 1.5, 2.5), "int8": (0.95, 1.5, 4.0)}
+        asked: dict[tuple[int | str, str], float] = {
+            (context, name): ratio
+            for name, ratios in least.items() for context, ratio in zip(CONTEXTS, ratios, strict=True)
+        }  # fmt: skip
+        asked |= {("reading", name): 1 for name in weights}
+        write = partial(in_type, arguments.gguf)
+        yield Subject(folder.name, gecko.load(folder), write, weights, CONTEXTS[1], 20, asked)
+        return
     for preset in arguments.preset or STEPS:
-        pairs += compare(preset, arguments.weights or list(WEIGHTS), arguments.reads)
-    publish(of_processor("inference_llama_cpp"), report(arguments, pairs), arguments.write)
+        model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
+        yield Subject(
+            preset, model, partial(random_llama, model, CONTEXTS[-1]), WEIGHTS, CONTEXTS[-1], STEPS[preset], ASKED
+        )
 
 
-def compare(preset: str, weights: Sequence[str], reads: int) -> list[Pair]:
+def compare(subject: Subject, weights: Sequence[str], reads: int) -> Iterator[Pair]:
     """Measure one model in several formats, each beside its peer."""
-    model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
-    tokens, cache, pairs = torch.randint(0, 256, (LONG - 1,)), None, []
+    tokens, cache = torch.randint(0, 256, (CONTEXTS[-1] - 1,)), None
     for name in weights:
-        changed = in_format(model, name)
+        changed = in_format(subject.model, name)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "llama.gguf"
-            write(path, model, WEIGHTS[name], LONG)
-            llama = Llama(path, LONG, torch.get_num_threads())
+            subject.write(path, subject.weights[name])
+            llama = Llama(path, CONTEXTS[-1], torch.get_num_threads())
         if cache is None:
-            pairs.append(_reading(preset, changed, name, llama, tokens, reads))
+            yield _reading(subject, changed, name, llama, tokens[: subject.reads - 1], reads)
+            llama.read(tokens[subject.reads - 1 :].tolist())
             cache = llama.cache()
         else:
             llama.fill(cache)
-        pairs += [_decoding(preset, changed, name, llama, tokens[: context - 1]) for context in (LONG, SHORT)]
+        for context in reversed(CONTEXTS):
+            yield _decoding(subject, changed, name, llama, tokens[: context - 1])
         llama.close()
-    return pairs
 
 
-def _reading(preset: str, model: gecko.Gecko, weights: str, llama: Llama, tokens: torch.Tensor, reads: int) -> Pair:
+def _reading(subject: Subject, model: gecko.Gecko, weights: str, llama: Llama, tokens: Tensor, reads: int) -> Pair:
     ids = tokens.tolist()
 
     def read_llama() -> None:
@@ -112,10 +161,10 @@ def _reading(preset: str, model: gecko.Gecko, weights: str, llama: Llama, tokens
             side()
             times.append(time.perf_counter() - begin)
     speeds = [len(ids) / statistics.median(times) for times in found]
-    return Pair(preset, weights, f"reading {len(ids) + 1:,}", *speeds, ASKED_READING)
+    return Pair(subject, weights, f"reading {len(ids) + 1:,}", *speeds, subject.asked.get(("reading", weights)))
 
 
-def _decoding(preset: str, model: gecko.Gecko, weights: str, llama: Llama, before: torch.Tensor) -> Pair:
+def _decoding(subject: Subject, model: gecko.Gecko, weights: str, llama: Llama, before: Tensor) -> Pair:
     """Measure steps after ``before``, of which the peer's cache holds all or more; it returns there after each step."""
     context = len(before) + 1
     prefill: Prefill = read(model, [before])
@@ -125,32 +174,42 @@ def _decoding(preset: str, model: gecko.Gecko, weights: str, llama: Llama, befor
         llama.step(65)
         llama.cut(len(before))
 
-    steps = STEPS[preset]
-    ours = gecko_case("gecko", model, prefill, 1, steps)
-    seconds = measure([ours, Case("llama", 1, step, 0, steps)])
-    speeds = 1 / seconds["gecko"], 1 / seconds["llama"]
-    return Pair(preset, weights, f"a token at {context:,}", *speeds, ASKED.get((context, weights)))
+    ours = gecko_case("gecko", model, prefill, 1, subject.steps)
+    theirs = Case("llama", 1, step, llama.bytes_read(context), subject.steps, ours.memory)
+    rounds = [[measured_beside_memory(case) for case in (ours, theirs)] for _ in range(ROUNDS)]
+    speeds = [statistics.median(1 / measured.seconds for measured in side) for side in zip(*rounds, strict=True)]
+    rate = max(measured.rate for measured in chain(*rounds))
+    limits = (rate / ours.bytes_read, rate / theirs.bytes_read)
+    return Pair(subject, weights, f"a token at {context:,}", *speeds, subject.asked.get((context, weights)), limits)
 
 
 def report(arguments: argparse.Namespace, pairs: list[Pair]) -> list[str]:
     """Return the results in Markdown."""
+    same = (
+        "The same weights on both sides, from one file." if arguments.model else "Random weights, as many as in Gecko."
+    )
     return [
         "# Gecko beside llama.cpp on the CPU", "",
         f"{date.today()}, {machine()}, {torch.get_num_threads()} threads on both sides. llama-cpp-python "
         f"{llama_cpp.__version__}, built from source for this processor ({system_info()}); its cache is float16, flash "
-        "attention is off because it is slower here. Random weights, as many as in the Gecko model. Medians of "
-        f"alternating rounds; reading {arguments.reads} times. Command: `{command(arguments)}`.", "",
-        "| model | weights | work | Gecko, tokens/s | llama.cpp, tokens/s | asked | measured |",
-        "|---|---|---|---:|---:|---:|---:|", *(pair.row for pair in pairs),
+        f"attention is off because it is slower here. {same} Medians of alternating rounds; reading {arguments.reads} "
+        f"times. Limit: the share of the byte limit of a token. Command: `{command(arguments)}`.", "",
+        "| model | weights | work | Gecko, tokens/s | limit | llama.cpp, tokens/s | limit | asked | measured |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|", *(pair.row for pair in pairs),
     ]  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--preset", action="append", default=[], choices=STEPS, help="only this model; repeatable")
-    parser.add_argument("--weights", action="append", default=[], choices=WEIGHTS, help="only these; repeatable")
-    parser.add_argument("--reads", type=int, default=1, help="how often each side reads the long text")
-    return parser.parse_args()
+    parser.add_argument("--weights", action="append", default=[], help="only these, such as int8; repeatable")
+    parser.add_argument("--reads", type=int, default=1, help="how often each side reads the text")
+    parser.add_argument("--model", help="a folder of gecko convert")
+    parser.add_argument("--gguf", type=Path, help="file of the Llama that it was converted from")
+    given = parser.parse_args()
+    if (given.model is None) != (given.gguf is None):
+        parser.error("--model and --gguf must be given together")
+    return given
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ BATCH = 2048
 """Tokens of one call while reading, the default of llama.cpp."""
 
 
-def write(path: Path, like: gecko.Gecko, weights: str, context: int) -> None:
+def random_llama(like: gecko.Gecko, context: int, path: Path, weights: str) -> None:
     """Write a Llama with random weights of one of llama.cpp's types, such as ``Q8_0``.
 
     It has the heads of ``like``: with heads of 64 features, llama.cpp took up to 1.8 times as long.
@@ -40,6 +40,15 @@ def write(path: Path, like: gecko.Gecko, weights: str, context: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def in_type(source: Path, path: Path, weights: str) -> None:
+    """Write the model of a GGUF file with weights of another of llama.cpp's types."""
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{weights}"), True
+    options.pure = True
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options)):
+        raise RuntimeError(f"llama.cpp must write {source} with weights in {weights}; it did not.")
 
 
 def _shapes(config: gecko.GeckoConfig, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -108,6 +117,15 @@ class Llama:
         """Keep the first ``length`` tokens of the cache."""
         if not llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1):
             raise RuntimeError(f"llama.cpp must keep the first {length} tokens; it did not.")
+
+    def bytes_read(self, context: int) -> int:
+        """Return the bytes of weights and of the cache that a token reads at ``context`` tokens.
+
+        The embedding counts whole: it is the head of a model that ties them, and small in a model of bytes.
+        """
+        heads, width = llama_cpp.llama_model_n_head(self._model), llama_cpp.llama_model_n_embd(self._model)
+        numbers = 2 * llama_cpp.llama_model_n_layer(self._model) * llama_cpp.llama_model_n_head_kv(self._model)
+        return int(llama_cpp.llama_model_size(self._model)) + 2 * numbers * (width // heads) * context
 
     def cache(self) -> ctypes.Array[ctypes.c_uint8]:
         """Return a copy of the keys and values of all tokens."""
