@@ -1,0 +1,133 @@
+"""Short tasks answered by a converted model and by the Llama that it was converted from, in transformers.
+
+    python benchmarks/llama_academic.py models/smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf --data academic --write
+
+Both have the tokenizer of the converted model and the same prompts. transformers reads the GGUF file itself. Every
+task that has ended is kept in the table of ``--out``, and the same command goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import describe, find_model, parser_of, publish
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+import gecko
+from gecko.data.tokenizers import Tokenizer, load_tokenizer
+from gecko.eval.academic import academic
+from gecko.eval.scored_model import GeckoModel, Predicted
+
+TASKS = ("arc_easy", "piqa", "winogrande", "boolq")
+COLUMNS = ("side", "task", "metric", "value", "low", "high", "items", "seconds")
+
+
+@dataclass
+class Reading:
+    """A context that transformers has read."""
+
+    cache: DynamicCache
+    length: int
+    logits: Tensor
+    """(vocabulary,) of the next token."""
+
+
+@dataclass
+class TransformersModel:
+    """The part of ``ScoredModel`` that choices need, by transformers."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    chunk_size: None = None
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor, after: None = None) -> Reading:
+        found = self.model(tokens[None], past_key_values=(cache := DynamicCache()), use_cache=True, logits_to_keep=1)
+        return Reading(cache, len(tokens), found.logits[0, -1].float())
+
+    @torch.inference_mode()
+    def predict(self, after: Reading, tokens: Tensor) -> Predicted:
+        logits = after.logits[None]
+        if len(tokens) > 1:
+            found = self.model(tokens[None, :-1], past_key_values=after.cache, use_cache=True)
+            after.cache.crop(after.length)
+            logits = torch.cat([logits, found.logits[0].float()])
+        return Predicted(F.cross_entropy(logits, tokens, reduction="none"), logits.argmax(-1) == tokens)
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    folder = find_model(arguments.model)
+    tokenizer, model = load_tokenizer(folder), gecko.load(folder)
+    llama = AutoModelForCausalLM.from_pretrained(
+        arguments.gguf.parent, gguf_file=arguments.gguf.name, dtype=torch.float32
+    )
+    sides = {"Gecko block": GeckoModel(model, tokenizer, folder.name), "Llama": TransformersModel(llama, tokenizer)}
+    for task in arguments.tasks:
+        for side, scored in sides.items():
+            if not any((row["side"], row["task"]) == (side, task) for row in _table(arguments.out)):
+                _add(arguments.out, side, task, scored, arguments)
+    command = f"python benchmarks/llama_academic.py {arguments.model} --gguf {arguments.gguf.name} --data academic"
+    head = [
+        "# Short tasks: a converted Llama beside the Llama", "",
+        describe(model, folder, [], command).replace(" Text: .", ""), "",
+        "The Llama is transformers' own reading of the GGUF file, in float32. No prompt is longer than the window.", "",
+        "| task | metric | items | Gecko block | Llama | 95 % interval | points apart |",
+        "|---|---|---:|---:|---:|---|---:|",
+    ]  # fmt: skip
+    publish("llama_academic.md", [*head, *_rows(_table(arguments.out))], arguments.write)
+
+
+def _add(out: Path, side: str, task: str, scored: Any, arguments: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    results = academic(scored, [task], data=arguments.data, limit=arguments.limit)
+    seconds = f"{time.perf_counter() - begin:.0f}"
+    new = not out.exists()
+    with out.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([COLUMNS] if new else [])
+        for score in results.scores:
+            numbers = [f"{number:.6f}" for number in (score.value, score.interval.low, score.interval.high)]
+            writer.writerow([side, task, score.metric, *numbers, score.n, seconds])
+
+
+def _table(out: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(out.read_text(encoding="utf-8").splitlines())) if out.is_file() else []
+
+
+def _rows(table: Sequence[dict[str, str]]) -> list[str]:
+    ours, theirs = ({(r["task"], r["metric"]): r for r in table if r["side"] == s} for s in ("Gecko block", "Llama"))
+    lines = []
+    for key in sorted(ours.keys() & theirs.keys()):
+        value, low, high = (float(ours[key][name]) for name in ("value", "low", "high"))
+        other = float(theirs[key]["value"])
+        lines.append(
+            f"| {' | '.join(key)} | {ours[key]['items']} | {value:.2%} | {other:.2%} | {low:.1%} .. {high:.1%} | "
+            f"{100 * (value - other):+.2f} |"
+        )
+    return lines
+
+
+def _arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, threads=True)
+    parser.add_argument("model", help="a folder of gecko convert")
+    parser.add_argument("--gguf", type=Path, required=True, help="file of the Llama that it was converted from")
+    parser.add_argument("--data", type=Path, required=True, help="folder of files such as piqa_val.arrow")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, metavar="TASK")
+    parser.add_argument("--limit", type=int, help="only the first items of every task")
+    parser.add_argument("--out", type=Path, default=Path("llama_academic.csv"), help="table of the tasks that ended")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
