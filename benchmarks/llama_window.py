@@ -1,108 +1,217 @@
-"""What a converted Llama loses beyond its window: loss with two chunks, with and without sinks, beside full attention.
+"""What a converted Llama loses beyond its window: loss by position with two chunks, with and without sinks, and with
+full attention; and a million tokens, with decoding before and after them.
 
-    python benchmarks/llama_window.py models/smollm2 books/*.txt --write
+    python benchmarks/llama_window.py models/smollm2 --novels books/*.txt --chats qmsum_val.jsonl --write
+    python benchmarks/llama_window.py models/smollm2 --novels books/*.txt --million 1000000 --write
 
-Each text is one document. Its tokens are read by the same weights with other windows; full attention is a window that
-holds the whole text. Differences are those of the same tokens after the first two chunks, with 95 % bootstrap intervals
-over blocks of these tokens. The keys and values are in float32.
+A document is a novel, files of Python's standard library one after another, or meetings of a file of QMSum one after
+another. The same weights read it with other windows; full attention is a window that holds all that is read. Keys and
+values are in float32. Every measurement is written at once to results/llama_window.jsonl, and none is made again. The
+tables have 95 % bootstrap intervals over documents.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from measuring import describe, find_model, parser_of, publish
+from measuring import RESULTS, describe, find_model, parser_of, peak, publish, resident
 from torch import Tensor
 
 import gecko
+from gecko.data import Tokenizer
+from gecko.data.sources import stdlib_files
 from gecko.data.tokenizers import load_tokenizer
 from gecko.eval.results import bootstrap_mean
-from gecko.inference.prefill import inference
+from gecko.inference import Sampling, TokenStream, read, score
+from gecko.io.files import mend_lines, read_lines
+from gecko.models.gecko import sharing_parameters
 
-PIECE, BLOCK, SEED = 1024, 256, 0
+BLOCK, SEED, MARKS = 512, 0, 20
+"""Tokens whose mean loss is kept; seed of the intervals; measurements along the million tokens."""
+CELL = ("model", "kind", "document", "tokens", "chunk", "sinks")
+"""What names a measurement. Full attention has the chunk 0."""
 
-
-def with_window(model: gecko.Gecko, chunk: int, sinks: int) -> gecko.Gecko:
-    """Return a model with the parameters of ``model`` and another window."""
-    config = replace(model.config, chunk_size=chunk, sinks=sinks, bfloat16_window=False)
-    with torch.device("meta"):
-        other = gecko.Gecko(config)
-    other.load_state_dict(model.state_dict(), assign=True)
-    other.tie()
-    return other.eval()
+Row = dict[str, Any]
 
 
-def token_losses(model: gecko.Gecko, tokens: Tensor) -> Tensor:
-    """Return the losses in nats of tokens 1 … of one text."""
-    found, state = [], None
-    with inference(model):
-        for begin in range(0, len(tokens) - 1, PIECE):
-            inputs, targets = tokens[begin : begin + PIECE], tokens[begin + 1 : begin + PIECE + 1]
-            losses, state = model.token_losses(inputs[None, : len(targets)], targets[None], state=state)
-            found.append(losses[0].double())
-    return torch.cat(found)
+def documents(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Yield kind, name and text of the documents; one of each kind before the next of a kind."""
+    size = 8 * arguments.tokens
+    novels = (
+        (path.name, path.read_text(encoding="utf-8")[arguments.skip :][:size]) for path in arguments.novels
+    )  # fmt: skip
+    source = joined(((path.stem, path.read_text(encoding="utf-8", errors="replace")) for path in stdlib_files()), size)
+    chats = joined(meetings(arguments.chats) if arguments.chats else (), size)
+    kinds = {"novel": novels, "source": source, "chat": chats}
+    for places in itertools.islice(itertools.zip_longest(*kinds.values()), arguments.documents):
+        yield from ((kind, *found) for kind, found in zip(kinds, places, strict=True) if found is not None)
 
 
-def rows(model: gecko.Gecko, texts: Sequence[Tensor], chunks: Sequence[int], sinks: Sequence[int]) -> Iterator[str]:
-    """Yield the rows of the table, one for a window and a number of sinks."""
-    length = len(texts[0])
-    full = [token_losses(with_window(model, -(-length // 2), 0), text) for text in texts]
-    for chunk in chunks:
-        exact = torch.stack([losses[2 * chunk :] for losses in full])
-        for count in sinks:
-            window = with_window(model, chunk, count)
-            losses = torch.stack([token_losses(window, text) for text in texts])
-            change = (losses[:, 2 * chunk :] - exact)[:, : exact.shape[1] // BLOCK * BLOCK]
-            blocks = change.unflatten(1, (-1, BLOCK)).mean(-1).flatten().numpy()
-            interval = bootstrap_mean(np.asarray(blocks), "blocks", SEED)
-            within = float((losses[:, : 2 * chunk] - torch.stack(full)[:, : 2 * chunk]).abs().max())
-            line = (
-                f"| {chunk:,} | {count} | {within:.4f} | {float(exact.mean()):.4f} | "
-                f"{float(losses[:, 2 * chunk :].mean()):.4f} | {blocks.mean():+.4f} | "
-                f"{interval.low:+.4f} .. {interval.high:+.4f} |"
+def joined(parts: Iterator[tuple[str, str]] | Sequence[tuple[str, str]], size: int) -> Iterator[tuple[str, str]]:
+    """Yield texts of at least ``size`` characters, each under the name of its first part."""
+    name, text = "", ""
+    for part, content in parts:
+        name, text = name or part, text + content + "\n"
+        if len(text) >= size:
+            yield name, text
+            name, text = "", ""
+
+
+def meetings(path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(read_lines(path)):
+        turns = (f"{turn['speaker']}: {turn['content']}" for turn in line["meeting_transcripts"])
+        yield f"meeting {number}", "\n".join(turns)
+
+
+def measure(model: gecko.Gecko, tokens: Tensor, chunk: int, sinks: int) -> list[float]:
+    """Return the mean losses of the blocks in nats. The token at position 0 of a document has none, and counts as 0."""
+    window = chunk or -(-len(tokens) // 2)
+    reader = sharing_parameters(model, chunk_size=window, sinks=sinks, bfloat16_window=False)
+    losses = torch.cat([torch.zeros(1), *(scored.losses for scored in score(reader, [tokens], piece=1024))])
+    return [round(float(mean), 5) for mean in losses.double().view(-1, BLOCK).mean(1)]
+
+
+def windows(arguments: argparse.Namespace, path: Path, name: str, model: gecko.Gecko, tokenizer: Tokenizer) -> None:
+    """Make the measurements that are not in the file yet."""
+    done = {tuple(row[key] for key in CELL) for row in read_lines(path) if "losses" in row}
+    cells = [(chunk, sinks) for chunk in arguments.chunks for sinks in arguments.sinks]
+    for kind, document, text in documents(arguments):
+        tokens = torch.tensor(tokenizer.encode(text)[: arguments.tokens])
+        if len(tokens) < arguments.tokens:
+            raise SystemExit(f"{document} must hold --tokens {arguments.tokens}; it holds {len(tokens)} after --skip")
+        for chunk, sinks in [(0, 0), *cells]:
+            length = min(arguments.full, arguments.tokens) if chunk == 0 else arguments.tokens
+            cell = (name, kind, document, length, chunk, sinks)
+            if cell not in done:
+                losses = measure(model, tokens[:length], chunk, sinks)
+                append(path, {**dict(zip(CELL, cell, strict=True)), "losses": losses})
+
+
+def append(path: Path, row: Row) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print({key: value for key, value in row.items() if key != "losses"}, flush=True)
+
+
+def million(path: Path, name: str, model: gecko.Gecko, tokens: Tensor, length: int, count: int) -> None:
+    """Decode ``count`` tokens, read ``length`` tokens, and decode again; write time and memory along the way."""
+
+    def mark(phase: str, position: int, tokens: int, seconds: float) -> None:
+        row = {"model": name, "phase": phase, "position": position, "ms_per_token": round(1e3 * seconds / tokens, 3)}
+        append(path, {**row, "resident": resident(), "peak": peak(), "state": reading.state.num_bytes})
+
+    def decode(phase: str) -> None:
+        stream = TokenStream(model, [reading], seeds=[0], sampling=Sampling(1.0), max_new_tokens=count)
+        part = count // MARKS
+        for number in range(MARKS):
+            begin = time.perf_counter()
+            for _ in itertools.islice(stream, part):
+                pass
+            mark(phase, reading.state.position[0] + (number + 1) * part, part, time.perf_counter() - begin)
+
+    reading = read(model, [tokens[:1]])
+    decode("decode at 0")
+    part, endless = length // MARKS, itertools.cycle(tokens.split(1024))
+    for number in range(MARKS):
+        begin, held = time.perf_counter(), 0
+        batch: list[Tensor] = []
+        while held < part:
+            batch.append(next(endless)[: part - held])
+            held += len(batch[-1])
+        reading = read(model, batch, reading.state)
+        mark("read", (number + 1) * part, part, time.perf_counter() - begin)
+    decode(f"decode at {length:,}")
+
+
+def shown(values: Sequence[float], sign: str = "") -> str:
+    """Return the mean over documents with its interval."""
+    interval = bootstrap_mean(np.array(values), "documents", SEED)
+    between = "" if interval is None else f" ({interval.low:{sign}.3f} .. {interval.high:{sign}.3f})"
+    return f"{np.mean(values):{sign}.3f}{between}"
+
+
+def table(found: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for every kind, window and range of positions, from the end of the window on."""
+    cells = {(row["kind"], row["document"], row["chunk"], row["sinks"]): row["losses"] for row in found}
+    for kind, chunk, sinks in sorted({(kind, chunk, sinks) for kind, _, chunk, sinks in cells if chunk}):
+        mine = {name: losses for (k, name, c, s), losses in cells.items() if (k, c, s) == (kind, chunk, sinks)}
+        full, other = ({n: cells.get((kind, n, *cell), []) for n in mine} for cell in ((0, 0), (chunk, 0)))
+        longest = max(map(len, mine.values()))
+        edges = [2 * chunk * 2**i // BLOCK for i in range(20) if 2 * chunk * 2**i // BLOCK < longest]
+        for low, high in itertools.pairwise([*edges, longest]):
+            here = [n for n, losses in mine.items() if len(losses) >= high]
+            within = {n: float(np.mean(mine[n][low:high])) for n in here}
+            over, gained = (
+                [value - float(np.mean(than[n][low:high])) for n, value in within.items() if len(than[n]) >= high]
+                for than in (full, other if sinks else {n: [] for n in mine})
             )
-            print(line, flush=True)
-            yield line
+            yield (
+                f"| {kind} | {chunk:,} | {sinks} | {low * BLOCK:,} .. {high * BLOCK - 1:,} | {len(here)} | "
+                f"{shown(list(within.values()))} | {shown(over, '+') if over else ''} | "
+                f"{shown(gained, '+') if gained else ''} |"
+            )
+
+
+def page(found: Sequence[Row], heading: str) -> list[str]:
+    losses = [row for row in found if "losses" in row]
+    marks = {(row["phase"], row["position"]): row for row in found if "phase" in row}  # of several runs, the last
+    lines = [
+        "# What a converted Llama loses beyond its window", "", heading, "",
+        "Nats per token, means over documents with 95 % intervals over them. Up to the window all are equal.", "",
+        "| text | chunk | sinks | positions | documents | loss | above full attention | above no sinks |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|", *table(losses),
+    ]  # fmt: skip
+    if marks:
+        lines += [
+            "", "## Reading and decoding far into a text", "",
+            "| | position | ms a token | memory in use, MB | highest so far, MB | state, bytes |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]  # fmt: skip
+    for row in marks.values():
+        memory = f"{row['resident'] / 1e6:,.1f} | {row['peak'] / 1e6:,.1f}"
+        lines.append(f"| {row['phase']} | {row['position']:,} | {row['ms_per_token']} | {memory} | {row['state']:,} |")
+    return lines
 
 
 def main() -> None:
     parser = parser_of(__doc__, threads=True)
     parser.add_argument("model", help="a folder of gecko convert")
-    parser.add_argument("texts", nargs="+", type=Path, help="files, one document each")
-    parser.add_argument("--skip", type=int, default=20_000, help="characters at the start of each file to leave out")
-    parser.add_argument("--tokens", type=int, default=6144, help="tokens to read of each file")
-    parser.add_argument("--chunks", default="256,512,1024", help="chunks of the windows")
-    parser.add_argument("--sinks", default="0,1", help="numbers of sinks")
+    parser.add_argument("--novels", nargs="*", type=Path, default=[], help="files, one document each")
+    parser.add_argument("--chats", type=Path, help="a file of QMSum, in JSON Lines")
+    parser.add_argument("--documents", type=int, default=4, help="documents of each kind")
+    parser.add_argument("--skip", type=int, default=20_000, help="characters at the start of each novel to leave out")
+    parser.add_argument("--tokens", type=int, default=65_536, help=f"tokens to read of each, a multiple of {BLOCK}")
+    parser.add_argument("--full", type=int, default=8192, help="tokens to read with full attention")
+    parser.add_argument("--chunks", nargs="*", type=int, default=[1024, 512, 256], help="chunks of the windows")
+    parser.add_argument("--sinks", nargs="*", type=int, default=[1, 0], help="numbers of sinks")
+    parser.add_argument("--million", type=int, metavar="N", help="read N tokens instead, and decode before and after")
+    parser.add_argument("--decode", type=int, default=20_000, help="tokens to decode before and after --million")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "llama_window.jsonl", help="file of the measurements")
     arguments = parser.parse_args()
+    if arguments.tokens % BLOCK or arguments.full % BLOCK or any(2 * chunk % BLOCK for chunk in arguments.chunks):
+        parser.error(f"--tokens, --full and two of --chunks must be multiples of {BLOCK}")
     torch.set_num_threads(arguments.threads)
+    mend_lines(arguments.rows)
     folder = find_model(arguments.model)
-    model, tokenizer = gecko.load(folder), load_tokenizer(folder)
-    texts = []
-    for path in arguments.texts:
-        text = path.read_text(encoding="utf-8")[arguments.skip :][: 8 * arguments.tokens]
-        texts.append(torch.tensor(tokenizer.encode(text)[: arguments.tokens]))
-        if len(texts[-1]) < arguments.tokens:
-            parser.error(f"{path} must hold --tokens {arguments.tokens} tokens after --skip; it holds {len(texts[-1])}")
-    chunks, sinks = ([int(x) for x in given.split(",")] for given in (arguments.chunks, arguments.sinks))
-    table = list(rows(model, texts, chunks, sinks))
-    command = (
-        f"python benchmarks/llama_window.py {arguments.model} {' '.join(path.name for path in arguments.texts)} "
-        f"--tokens {arguments.tokens} --threads {arguments.threads}"
-    )
-    head = [
-        "# What a converted Llama loses beyond its window", "",
-        describe(model, folder, arguments.texts, command), "",
-        f"{arguments.tokens:,} tokens of each text, read by the same weights; nats per token. Within is the largest "
-        "difference of a token's loss in the first two chunks from full attention; the other columns are means over "
-        "the tokens after them.", "",
-        "| chunk | sinks | within | full attention | window | difference | interval |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    publish("llama_window.md", [*head, *table], arguments.write)
+    name, model, tokenizer = folder.name, gecko.load(folder), load_tokenizer(folder)
+    if arguments.million:
+        text = "".join(path.read_text(encoding="utf-8") for path in arguments.novels[:4])
+        tokens = torch.tensor(tokenizer.encode(text))
+        million(arguments.rows, name, model, tokens, arguments.million, arguments.decode)
+    else:
+        windows(arguments, arguments.rows, name, model, tokenizer)
+    command = f"python benchmarks/llama_window.py {arguments.model} --threads {arguments.threads}"
+    heading = describe(model, folder, arguments.novels, command)
+    publish("llama_window.md", page([row for row in read_lines(arguments.rows) if row["model"] == name], heading),
+            arguments.write)  # fmt: skip
 
 
 if __name__ == "__main__":

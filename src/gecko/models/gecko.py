@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -273,6 +274,20 @@ class Gecko(nn.Module):
             OSError: writing failed; existing files are unchanged.
         """
         save_model(folder, self.config, pack(self.state_dict()))
+
+
+def sharing_parameters(model: Gecko, added: Mapping[str, nn.Parameter] | None = None, **changes: Any) -> Gecko:
+    """Return a model with the parameters of ``model``, not copies of them, and with some fields of its config changed.
+
+    It is in evaluation mode. ``added`` are the parameters that only the new config has; those that it does not have are
+    left out.
+    """
+    with meta_device():
+        other = Gecko(dataclasses.replace(model.config, **changes))
+    weights = {**model.state_dict(keep_vars=True), **(added or {})}
+    other.load_state_dict({name: weights[name] for name in other.state_dict()}, assign=True)
+    other.tie()
+    return other.eval()
 
 
 def check_tokens(name: str, tokens: Tensor, vocab_size: int, *, ignored: bool = False) -> None:
