@@ -23,7 +23,8 @@ MORE = {
     "tokenize": "data.md", "plan": "plan.md", "train": "training.md", "finetune": "finetuning.md",
     "compare": "comparison.md", "report": "report.md", "read": "snapshots.md", "generate": "generation.md",
     "chat": "chat.md", "serve": "serving.md", "quantize": "quantization.md", "convert": "huggingface.md",
-    "export": "huggingface.md#export-for-users-without-gecko", "consolidate": "parallel.md", "average": "training.md",
+    "distill": "llama.md#distil", "export": "huggingface.md#export-for-users-without-gecko",
+    "consolidate": "parallel.md", "average": "training.md",
     "doctor": "troubleshooting.md", "eval": "evaluation.md", "state": "snapshots.md",
 }  # fmt: skip
 """Page that says more, by the first word of a command."""

@@ -15,7 +15,7 @@ import typer
 from gecko.cli.chat import Chat
 from gecko.cli.command import Command, function_of
 from gecko.cli.common import ErrorReportingGroup, echo
-from gecko.cli.convert import Average, Consolidate, Convert, Export, Quantize
+from gecko.cli.convert import Average, Consolidate, Convert, Distill, Export, Quantize
 from gecko.cli.doctor import Doctor
 from gecko.cli.eval import Academic, Diagnose, Perplexity, Positions, Retrieval, Scrolls
 from gecko.cli.generate import Generate
@@ -35,7 +35,8 @@ _COMMANDS: dict[str, dict[str, type[Command]]] = {
     },
     "Use and evaluate": {"read": Read, "generate": Generate, "chat": Chat, "serve": Serve},
     "Model files": {
-        "quantize": Quantize, "convert": Convert, "export": Export, "consolidate": Consolidate, "average": Average,
+        "quantize": Quantize, "convert": Convert, "distill": Distill, "export": Export, "consolidate": Consolidate,
+        "average": Average,
     },
     "Inspect": {"info": Info, "doctor": Doctor},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""``gecko convert``, ``consolidate``, ``average``, ``quantize`` and ``export``: write a model in another form."""
+"""``gecko convert``, ``distill``, ``consolidate``, ``average``, ``quantize``, ``export``: write a model another way."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from contextlib import nullcontext
 from dataclasses import MISSING
 from pathlib import Path
 
-from gecko.cli.command import Command, TakesModel, TakesTokenizer
-from gecko.cli.common import echo, new_model_folder, outside_of_runs
+from gecko.cli.command import Command, TakesDevice, TakesModel, TakesTokenizer
+from gecko.cli.common import command_line, echo, new_model_folder, outside_of_runs
 from gecko.io.files import whole_folder
 from gecko.records import argument, option
+from gecko.runtime.process import require
 
 TRANSFORMERS, ONNX = "transformers", "onnx"
 
@@ -48,6 +49,70 @@ class Convert(Command):
 
         out = new_model_folder(self.out)
         echo(f"{out}: {convert_model(self.source, out, self.chunk, self.sinks)}")
+
+
+class Distill(TakesTokenizer, TakesDevice):
+    """Teach a converted Llama's memory what lies beyond its window.
+
+    The student has the Llama's parameters, unchanged, and an adaptive memory with a gate per head, which are trained:
+    first layer by layer, to give what full attention gives, then by the logits. Every other step reads with a quarter
+    of the window. Two chunks of a text are computed as before. Of the texts, a fifth (at least the last two) is held
+    out; the losses of its tokens beyond the window are printed, and written to OUT/distill.json. The folder appears at
+    the end: a run that is stopped leaves nothing.
+
+    **Examples**
+
+        gecko convert smollm2 models/smollm2 --chunk 128
+
+        gecko distill models/smollm2 models/smollm2-memory books/*.txt
+
+        gecko distill models/smollm2 models/smollm2-memory books/*.txt --tokens 25000000 --batch 16 --device cuda
+    """
+
+    out: Path = argument("OUT")
+    """Folder to write; it must be new or empty."""
+    texts: list[str] = argument("TEXT...", reads=True)
+    """Files, one document each; .gz and .zst too."""
+    tokens: int = option(65_536, min=1)
+    """Tokens to learn from, half of them in each way."""
+    length: int | None = option(min=2, show_default="four windows")
+    """Tokens in a row, which the Llama must be able to read."""
+    batch: int = option(1, min=1)
+    """Rows in a step."""
+    needles: float = 0.25
+    """Share of the rows with a hidden pass key."""
+    learning_rate: float = 3e-3
+    """Largest learning rate."""
+    seed: int = 0
+    """Seed of the order of rows, of needles, and of intervals."""
+
+    def run(self) -> None:
+        from gecko.cli.arguments import find_gecko, load_any_model
+        from gecko.cli.eval import print_results, progress
+        from gecko.convert.llama import copy_card
+        from gecko.eval.scored_model import describe_model, open_texts
+        from gecko.experiments.distill import Distillation, check_teacher, distill
+        from gecko.models.gecko import Gecko
+        from gecko.train.throughput import describe_hardware
+
+        require("scipy.stats", "eval")
+        source, out, texts = find_gecko(self.model), new_model_folder(self.out), open_texts(self.texts, joined=False)
+        settings = Distillation(
+            self.tokens, self.length, self.batch, self.needles, self.learning_rate, self.seed
+        )  # fmt: skip
+        model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, None, find_gecko)
+        assert isinstance(model, Gecko)
+        check_teacher(model)
+        with progress() as report:
+            student, results = distill(model.float(), tokenizer, texts, settings, report)
+        with whole_folder(out) as folder:
+            student.save(folder)
+            _copy_beside(source, folder)
+            copy_card(source, folder, f"gecko distill trained a memory and its gates on {self.tokens:,} tokens.")
+            described = describe_model(student, tokenizer, str(self.out))
+            device = student.embedding.weight.device
+            results.save(folder / "distill.json", described, command_line(), describe_hardware(device))
+        print_results(results, str(self.out))
 
 
 class Consolidate(Command):

@@ -41,7 +41,7 @@ class ReportedEvaluation(TakesDevice, WritesFile):
             results, model, device = self.evaluate()
         if path is not None:  # before anything is printed, which may fail
             results.save(path, model, command_line(), describe_hardware(device))
-        _print(results, model["name"])
+        print_results(results, model["name"])
         if path is not None:
             echo(f"written to {self.out}", err=True)
 
@@ -58,7 +58,7 @@ class ModelEvaluation(ReportedEvaluation, LoadsModel):
     def evaluate(self) -> tuple[Results, Mapping[str, Any], torch.device]:
         measure = self.prepare()
         models = self.scored_models()
-        with _progress(self.shows_progress) as report:
+        with progress(self.shows_progress) as report:
             results = _merged([measure(model, report) for model in models])
         results = dataclasses.replace(results, notes=[*results.notes, *models[0].notes])
         return results, models[0].describe(), next(models[0].model.parameters()).device
@@ -239,7 +239,7 @@ class Diagnose(ReportedEvaluation):
         values["model"]["model_type"] = self.architecture
         diagnosis = build(Diagnosis, values, texts=True)
         keep_freed_memory()
-        with _progress() as report:
+        with progress() as report:
             results = diagnose(self.task, diagnosis, device, report=report)
         described = {"config": diagnosis.model.to_dict(), "device": str(device)}
         return results, {"name": f"from scratch, {self.task}", **described}, device
@@ -302,7 +302,7 @@ class Scrolls(SeededEvaluation):
 
 
 @contextmanager
-def _progress(shown: bool = True) -> Iterator[Report]:
+def progress(shown: bool = True) -> Iterator[Report]:
     """Show the progress of an evaluation on a terminal."""
     from rich.text import Text
 
@@ -324,7 +324,7 @@ def _merged(every: Sequence[Results]) -> Results:
     return dataclasses.replace(every[0], scores=scores, details=details)
 
 
-def _print(results: Results, model: str) -> None:
+def print_results(results: Results, model: str) -> None:
     console = Terminal()
     console.print(results.table(f"{results.evaluation}: {model}"))
     if results.methods():

@@ -210,9 +210,9 @@ def read_folder(folder: Path) -> LlamaSource:
     stored = {name: x for name, x in _read_weights(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     name, card = folder.resolve().name, folder / "README.md"
     licence = re.search(r"^license: *(\S+)", card.read_text("utf-8", "replace") if card.is_file() else "", re.MULTILINE)
-    beside = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name.lower().startswith(_LICENCES))
-    files = {path.name: path.read_bytes() for path in beside}
-    origin = Origin(name, f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], files)
+    origin = Origin(
+        name, f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], _licences(folder)
+    )
     return LlamaSource(
         config, config.renamed(stored, TRANSFORMERS), False, origin, partial(copy_tokenizer, str(folder))
     )
@@ -301,6 +301,21 @@ That of {name}: {licence}.
 """
 _LICENCES = ("licen", "notice", "copying", "use_policy")
 """Beginnings of the names of files that must stay with the weights."""
+
+
+def _licences(folder: Path) -> dict[str, bytes]:
+    beside = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name.lower().startswith(_LICENCES))
+    return {path.name: path.read_bytes() for path in beside}
+
+
+def copy_card(source: Path, folder: Path, trained: str) -> None:
+    """Copy the card of a converted model, with a section that says what was trained, its licences and notices."""
+    for name, content in _licences(source).items():
+        (folder / name).write_bytes(content)
+    if (source / "README.md").is_file():
+        before = (source / "README.md").read_text("utf-8", "replace")
+        after = f"\n## Changed since\n\n{trained} What is said above about training and memory holds for its source.\n"
+        (folder / "README.md").write_text(before + after, encoding="utf-8")
 
 
 def write_card(origin: Origin, config: GeckoConfig, folder: Path) -> None:

@@ -1,0 +1,286 @@
+"""Distil a converted Llama: a working memory learns what lies beyond the window, taught by the Llama's full attention.
+
+The student has the teacher's parameters, frozen, and a gate per head, g, between the attention to its window, a, and
+the memory of what has left it, m: a + g (m − a). g is 0 while the memory is empty, so before and after training the
+first two chunks are the Llama's. The teacher is the same parameters with a window that holds a whole row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gecko.config import GeckoConfig
+from gecko.data import Tokenizer, document_ids
+from gecko.eval.results import Report, Results, Score, bootstrap_mean, quiet
+from gecko.eval.retrieval import Haystack, units_by_length
+from gecko.eval.scored_model import Cursor, Text
+from gecko.io.quantization import is_quantized
+from gecko.models.gecko import Gecko, sharing_parameters
+from gecko.runtime.tensors import to_device
+from gecko.train.optimizer import build_optimizer, named_parameters, set_learning_rate
+from gecko.train.settings import OptimizerSettings, ScheduleSettings
+from gecko.train.step import learning_rate_factor
+
+LLAMA: Mapping[str, Any] = {
+    "queries_and_keys": "separate", "attention": "sliding_chunk", "memory": "none", "local_mixing": "none",
+    "gate": "none", "hidden_branch": False, "output_norm": False,
+}  # fmt: skip
+"""Fields of a converted Llama that the student relies on."""
+GATE = -4.0
+"""Initial bias of the memory's gates: g is 0.018."""
+NARROW = 4
+"""Every other step reads with a window of this part: tokens leave it early, so that the memory is needed."""
+LONG = 4
+"""Windows in a row, if no length is given."""
+PIECE = 512
+"""Tokens whose logits are in memory at once."""
+HELD_OUT, ROWS = 5, 4
+"""One document of so many is held out, two at least, and so many rows of each are scored."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What the student reads, and how it learns."""
+
+    tokens: int = 65_536
+    """Tokens of training: half of them layer by layer, half by logits."""
+    length: int | None = None
+    """Tokens in a row. None: four windows."""
+    batch: int = 1
+    """Rows in a step."""
+    needles: float = 0.25
+    """Share of the rows in which a pass key is hidden and asked for."""
+    learning_rate: float = 3e-3
+    """Peak rate of AdamW, which cosines lower in both halves."""
+    seed: int = 0
+    """Seed of the order of rows, of needles, and of intervals."""
+
+    def row_length(self, config: GeckoConfig) -> int:
+        """Return the tokens in a row; ValueError if a setting does not fit the model."""
+        window = 2 * config.chunk_size
+        length = LONG * window if self.length is None else self.length
+        if length <= window:
+            raise ValueError(f"--length must be above the window of {window:,} tokens, beyond which nothing can be "
+                             f"learned; got {length:,}. Try {LONG * window}.")  # fmt: skip
+        if self.batch < 1 or self.tokens < 2 * self.batch * length:
+            raise ValueError(f"--tokens must hold two steps of --batch rows of {length:,} tokens; got {self.tokens:,} "
+                             f"and {self.batch} rows. Try --tokens {2 * max(1, self.batch) * length}.")  # fmt: skip
+        if not 0 <= self.needles <= 1 or not self.learning_rate > 0:
+            raise ValueError(f"--needles must be a share in 0..1, and --learning-rate positive; got {self.needles} and "
+                             f"{self.learning_rate}.")  # fmt: skip
+        return length
+
+
+def distill(
+    model: Gecko, tokenizer: Tokenizer, texts: Sequence[Text], settings: Distillation, report: Report = quiet
+) -> tuple[Gecko, Results]:
+    """Return the student, and its losses beyond the window on held-out texts.
+
+    Raises:
+        ValueError: the model is no converted Llama, texts are too few or too short, or a setting does not fit.
+    """
+    check_teacher(model)
+    length = settings.row_length(model.config)
+    most = max(ROWS, -(-settings.tokens // (length * max(1, len(texts) - 2))))
+    rows = {text.name: rows_of(text, tokenizer, length, most) for text in texts}
+    train, held_out = divided({name: found for name, found in rows.items() if found}, length)
+    student = student_of(model)
+    batches = batches_of(train, tokenizer, length, settings)
+    curves = taught(student, model, batches, settings, length, report)
+    report("scoring the held-out texts")
+    scores = compared(student, model, held_out, settings.seed)
+    skipped = [f"skipped {name}: it has fewer than {length:,} tokens" for name, found in rows.items() if not found]
+    used = {**vars(settings), "length": length, "texts": list(train), "held_out": list(held_out)}
+    return student, Results("distill", scores, used, settings.seed, skipped, {"losses": curves})
+
+
+def check_teacher(model: Gecko) -> None:
+    """Raise ValueError unless the model is a converted Llama that has not been distilled or quantised."""
+    for name, wanted in LLAMA.items():
+        if (given := getattr(model.config, name)) != wanted:
+            raise ValueError(
+                f"MODEL must be a Llama of gecko convert, which has {name}={wanted}; this one has {given}."
+            )
+    if any(map(is_quantized, model.parameters())):
+        raise ValueError("MODEL must have the weights that gecko convert wrote; this one is quantised.")
+
+
+def student_of(teacher: Gecko) -> Gecko:
+    """Return a model with the teacher's parameters, frozen, and with a memory and its gates."""
+    config, like = teacher.config, teacher.embedding.weight
+    gates: dict[str, nn.Parameter] = {}
+    for layer in range(config.num_layers):
+        name = f"blocks.{layer}.mixer.to_memory_gate"
+        gates[f"{name}.weight"] = nn.Parameter(like.new_zeros(config.num_heads, config.model_dim))
+        gates[f"{name}.bias"] = nn.Parameter(like.new_full((config.num_heads,), GATE))
+    student = sharing_parameters(teacher, gates, memory="adaptive", memory_gate_channels=1)
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name in gates)
+    return student
+
+
+def rows_of(text: Text, tokenizer: Tokenizer, length: int, most: int) -> list[Tensor]:
+    """Return the first whole rows of a text, at most so many, each (length,)."""
+    cursor, none = Cursor(text.tokens(tokenizer)), torch.empty(0, dtype=torch.int64, device="cpu")
+    rows = (torch.cat([none, *cursor.take(length)]) for _ in range(most))
+    return [row for row in rows if len(row) == length]
+
+
+Rows = dict[str, list[Tensor]]
+
+
+def divided(rows: Rows, length: int) -> tuple[Rows, Rows]:
+    """Divide documents into those to learn from and those held out, which are the last ones."""
+    count = max(2, len(rows) // HELD_OUT)
+    if len(rows) <= count:
+        raise ValueError(f"TEXT must be at least 3 files of {length:,} tokens each, of which 2 are held out; "
+                         f"got {len(rows)}. Give more files, or a smaller --length.")  # fmt: skip
+    names = list(rows)
+    return {name: rows[name] for name in names[:-count]}, {name: rows[name][:ROWS] for name in names[-count:]}
+
+
+def batches_of(rows: Rows, tokenizer: Tokenizer, length: int, settings: Distillation) -> Iterator[Tensor]:
+    """Yield batches (rows, length) without end, in random order. A needle's row ends with the text that it replaces."""
+    draw = random.Random(settings.seed)
+    hay = Haystack("passkey", tokenizer, length, units_by_length("passkey", tokenizer)(length))
+    units = hay.fit() if settings.needles else 0
+    every = [row for found in rows.values() for row in found]
+    held: list[Tensor] = []
+    while True:
+        batch = list[Tensor]()
+        while len(batch) < settings.batch:
+            held = held or draw.sample(every, len(every))
+            row = held.pop()
+            if draw.random() < settings.needles:
+                sample = hay.sample(units, None, str(draw.random()))
+                row = torch.cat([document_ids(tokenizer, f"{sample.prompt} {sample.answers[0]}."), row])[:length]
+            batch.append(row)
+        yield torch.stack(batch)
+
+
+def full_attention(model: Gecko, length: int) -> Gecko:
+    """Return a Llama of the same parameters that attends to all tokens of a row."""
+    return sharing_parameters(
+        model, chunk_size=-(-length // 2), sinks=0, bfloat16_window=False, memory="none", memory_gate_channels=0
+    )
+
+
+def taught(
+    student: Gecko, model: Gecko, batches: Iterator[Tensor], settings: Distillation, length: int, report: Report
+) -> dict[str, list[float]]:
+    """Train the gates in place; return the losses of the steps of both stages."""
+    trained = {name for name, _ in named_parameters(student)}
+    chunk, sinks = student.config.chunk_size, student.config.sinks
+    narrow = max(1, sinks, chunk // NARROW)
+    teacher = full_attention(model, length)
+    readers = [(size, sharing_parameters(student, chunk_size=size, bfloat16_window=False)) for size in (chunk, narrow)]
+    for _, reader in readers:
+        reader.activation_checkpointing = "full"
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name in trained)
+    rates = OptimizerSettings(learning_rate=settings.learning_rate, weight_decay=0.0)
+    optimizer = build_optimizer(student, rates)
+    device, steps = student.embedding.weight.device, settings.tokens // (2 * settings.batch * length)
+    stages: dict[str, Loss] = {"layers": layer_losses, "logits": logit_loss}
+    curves: dict[str, list[float]] = {stage: [] for stage in stages}
+    for stage, loss_of in stages.items():
+        for step in range(steps):
+            set_learning_rate(optimizer, rates.learning_rate * learning_rate_factor(ScheduleSettings(), step, steps))
+            size, reader = readers[step % 2]
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = loss_of(teacher, reader, to_device(next(batches), device), 2 * size)
+            nn.utils.clip_grad_norm_(student.parameters(), rates.clip, error_if_nonfinite=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            curves[stage].append(round(float(loss), 6))
+            report(f"{stage}: step {step + 1} of {steps}, loss {curves[stage][-1]:.4f}")
+    return curves
+
+
+Loss = Callable[[Gecko, Gecko, Tensor, int], Tensor]
+"""Function of teacher, student, tokens (B, T) and the first position that counts. It adds to the gradients."""
+
+
+def layer_losses(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> Tensor:
+    """Return the mean over layers of the share of the variance of the teacher's mixer that the student's misses, for
+    the teacher's inputs.
+
+    Each layer's graph is freed before the next one is computed.
+    """
+    shares = []
+
+    def compare(mixer: nn.Module, _: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+        x, segments = inputs[0].detach(), inputs[2]
+        theirs = (output[0].detach() - x)[:, begin:].float()
+        missed = (mixer(x, None, segments)[0] - x)[:, begin:].float() - theirs
+        share = missed.square().sum() / (theirs - theirs.mean((0, 1))).square().sum()
+        (share / len(student.blocks)).backward()
+        shares.append(share.detach())
+
+    hooks = [
+        taught.mixer.register_forward_hook(partial(compare, learner.mixer))  # type: ignore[union-attr, arg-type]
+        for taught, learner in zip(teacher.blocks, student.blocks, strict=True)
+    ]
+    try:
+        teacher.hidden(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(shares).mean()
+
+
+def logit_loss(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> Tensor:
+    """Return the mean Kullback-Leibler divergence of the student's predictions from the teacher's, in nats."""
+    theirs, ours = (
+        model.hidden(tokens)[0][:, begin:].flatten(0, 1).split(PIECE) for model in (teacher, student)
+    )  # fmt: skip
+    parts = [
+        checkpoint(_divergence, student.head.weight, p, q, use_reentrant=False)
+        for p, q in zip(theirs, ours, strict=True)
+    ]
+    loss = torch.stack(parts).sum() / tokens[:, begin:].numel()
+    loss.backward()
+    return loss.detach()
+
+
+def _divergence(head: Tensor, theirs: Tensor, ours: Tensor) -> Tensor:
+    p, q = (F.linear(hidden, head).float().log_softmax(-1) for hidden in (theirs, ours))
+    return F.kl_div(q, p, log_target=True, reduction="sum")
+
+
+def compared(student: Gecko, model: Gecko, held_out: Rows, seed: int) -> list[Score]:
+    """Return the mean losses beyond the window by position: full attention, memory off, memory on, and on less off."""
+    window, length = 2 * model.config.chunk_size, len(next(iter(held_out.values()))[0])
+    models = {"full attention": full_attention(model, length), "memory off": model, "memory on": student}
+    losses = {
+        name: np.stack([_row_losses(one, rows) for rows in held_out.values()]) for name, one in models.items()
+    }  # fmt: skip
+    losses["memory on less off"] = losses["memory on"] - losses["memory off"]
+    borders = [window * 2**i for i in range(40) if window * 2**i < length - 1]
+    ranges = dict.fromkeys([(window, length - 1), *pairwise([*borders, length - 1])])
+    scores = []
+    for low, high in ranges:
+        for name, of_documents in losses.items():
+            means = of_documents[:, low:high].mean(1)
+            interval = bootstrap_mean(means, "held-out texts", seed)
+            where = {"tokens before": f"{low:,} .. {high - 1:,}"}
+            scores.append(Score(name, float(means.mean()), len(means), "texts", interval, where))
+    return scores
+
+
+def _row_losses(model: Gecko, rows: Sequence[Tensor]) -> Any:
+    """Return the losses of a document's rows by position, their mean, (length − 1,) float64."""
+    device = model.embedding.weight.device
+    found = [model.token_losses(row[None, :-1].to(device), row[None, 1:].to(device))[0][0].double() for row in rows]
+    return torch.stack(found).mean(0).cpu().numpy()
