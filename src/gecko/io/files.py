@@ -262,8 +262,7 @@ def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
         for fault in damaged:
             warnings.warn(f"{fault}. The line is dropped; the file as it was is {before}", stacklevel=2)
     if faults or (path.exists() and not _ends_a_line(path)):
-        with whole_file(path) as temporary:
-            temporary.write_text(as_lines(records), encoding="utf-8")
+        write_text(path, as_lines(records))
 
 
 def _ends_a_line(path: Path) -> bool:
@@ -330,8 +329,7 @@ def has_digest(path: Path, digest: str, *, stamped: bool, and_holds: Callable[[]
     if time.time() - wanted["modified"] / 1e9 > _SETTLED_SECONDS:
         with contextlib.suppress(OSError):
             stamp.parent.mkdir(exist_ok=True)
-            with whole_file(stamp) as temporary:
-                temporary.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+            write_text(stamp, json.dumps(wanted) + "\n")
     return True
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file
+from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file, write_text
 from gecko.io.quantization import plain_tensors, stored_bits
 from gecko.io.tensors import REMEDY, reading
 
@@ -114,9 +114,8 @@ def write_folder(
         save_tensors(folder / file, {prefix + name: kept[name] for name in names}, metadata)
     if shards:
         places = {prefix + name: file for file, names in files.items() for name in names}
-        size = sum(weight.nbytes for weight in kept.values())
-        with whole_file(folder / INDEX) as temporary:
-            temporary.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n")
+        index = {"metadata": {"total_size": sum(weight.nbytes for weight in kept.values())}, "weight_map": places}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     with whole_file(folder / CONFIG) as temporary:
         config.save(temporary)
     _remove_others(folder, files)

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gecko.io.files import whole_file
+from gecko.io.files import write_text
 from gecko.pages.figures import svg
 from gecko.runtime.process import require
 
@@ -76,8 +76,7 @@ def write_page(path: Path, title: str, summary: str, sections: Sequence[Section]
     environment = require("jinja2", "train").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((resources.files(__name__) / "page.html.j2").read_text(encoding="utf-8"))
     html = template.render(title=title, summary=summary, sections=sections, svg=svg).lstrip()
-    with whole_file(path) as temporary:
-        temporary.write_text(html + "\n", encoding="utf-8")
+    write_text(path, html + "\n")
 
 
 def is_page(path: Path) -> bool:

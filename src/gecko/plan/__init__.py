@@ -11,7 +11,7 @@ from gecko.plan.counts import FLOAT, HALF, Flops, counts_of
 from gecko.plan.memory import group_sizes, state_memory, step_memory
 from gecko.records import unknown_name
 from gecko.train.run import Run
-from gecko.train.throughput import flops_per_token
+from gecko.train.throughput import PEAK_FLOPS, flops_per_token
 
 __all__ = ["GPU", "GPUS", "Assumptions", "Plan", "find_gpu", "make_plan"]
 
@@ -36,10 +36,10 @@ class GPU:
 
 
 GPUS = {
-    "a100": GPU("A100 80 GB", 80 * 10**9, 312e12, 300e9, 25e9),
-    "h100": GPU("H100 80 GB", 80 * 10**9, 989e12, 450e9, 50e9),
-    "h200": GPU("H200 141 GB", 141 * 10**9, 989e12, 450e9, 50e9),
-    "b200": GPU("B200 180 GB", 180 * 10**9, 2250e12, 900e9, 50e9),
+    "a100": GPU("A100 80 GB", 80 * 10**9, PEAK_FLOPS["A100"], 300e9, 25e9),
+    "h100": GPU("H100 80 GB", 80 * 10**9, PEAK_FLOPS["H100"], 450e9, 50e9),
+    "h200": GPU("H200 141 GB", 141 * 10**9, PEAK_FLOPS["H200"], 450e9, 50e9),
+    "b200": GPU("B200 180 GB", 180 * 10**9, PEAK_FLOPS["B200"], 900e9, 50e9),
 }
 """Links: NVLink in one direction, and one network card of 200 Gb/s (A100) or 400 Gb/s per GPU."""
 

@@ -16,6 +16,7 @@ from gecko.inference.llama import PIECE_TOKENS
 from gecko.models import LlamaConfig, ModelConfig
 from gecko.ops.scan import SCAN_CHUNK
 from gecko.state import GeckoState
+from gecko.train.throughput import linear_products
 
 FLOAT, HALF = 4, 2
 """Bytes of a float32 (states, gradients, optimizer moments) and of a bfloat16."""
@@ -71,15 +72,16 @@ class GeckoCounts:
         averages = layers * model_dim if config.local_mixing == "cema" else 0
         norm, window = 4.0 * config.timestep_groups * (SCAN_CHUNK + 1), self._windows * config.chunk_size
         key_dim, value_dim = config.key_dim, config.value_dim
+        linear, head = (twice_backward(2.0 * products) for products in linear_products(config))
         return {
-            "linear": twice_backward(layers * self._linear()),
+            "linear": linear,
             "attention": Flops(
                 layers * 2.0 * window * (key_dim + value_dim), layers * 2.0 * window * (3 * key_dim + 2 * value_dim)
             ),
             "memory": twice_backward(layers * self._memory()),
             "CEMA": twice_backward(averages * (2.0 * SCAN_CHUNK + 8 * config.cema_modes)),
             "norms": Flops(norms * norm, norms * (norm + 4 * config.timestep_groups * model_dim)),
-            "head": twice_backward(2.0 * model_dim * config.vocab_size),
+            "head": head,
         }
 
     def keys(self, length: int) -> str:
@@ -111,7 +113,8 @@ class GeckoCounts:
         """
         config = self.config
         remembers = config.memory != "none"
-        window = config.chunk_size * itemsize * (self._own_keys + self._own_values)
+        own = config.num_key_value_heads * (config.key_head_dim + config.value_head_dim)
+        window = config.chunk_size * itemsize * own
         averages, norm = config.local_mixing == "cema", config.norm == "timestep"
         later = FLOAT * 2 * (config.model_dim * config.cema_modes * averages + config.timestep_groups * norm)
         if remembers:
@@ -122,24 +125,6 @@ class GeckoCounts:
     def _windows(self) -> int:
         """Number of key chunks that each query chunk is multiplied with."""
         return 1 if self.config.attention == "chunk" else 2
-
-    def _linear(self) -> float:
-        config = self.config
-        keys = self._own_keys + (config.key_dim if config.queries_and_keys == "separate" else 0)
-        gated = (0 if config.gate == "none" else config.value_dim) + config.num_heads * config.memory_gate_channels
-        hidden = config.model_dim if config.hidden_branch else 0
-        maps = (
-            keys + self._own_values + gated + hidden + config.value_dim + (3 if config.swiglu else 2) * config.ffn_dim
-        )
-        return 2.0 * config.model_dim * maps
-
-    @property
-    def _own_keys(self) -> int:
-        return self.config.num_key_value_heads * self.config.key_head_dim
-
-    @property
-    def _own_values(self) -> int:
-        return self.config.num_key_value_heads * self.config.value_head_dim
 
     def _memory(self) -> float:
         config = self.config
@@ -183,14 +168,9 @@ class LlamaCounts:
 
         Attention is assumed to be a kernel that skips the keys after each query, which are half of all keys.
         """
-        config, width = self.config, self.config.model_dim
-        maps = 2 * width + 2 * config.key_value_dim + 3 * config.ffn_dim
-        attention = 1.0 * config.num_layers * length * width
-        return {
-            "linear": twice_backward(config.num_layers * 2.0 * width * maps),
-            "attention": Flops(2 * attention, 5 * attention),
-            "head": twice_backward(2.0 * width * config.vocab_size),
-        }
+        attention = 1.0 * self.config.num_layers * length * self.config.model_dim
+        linear, head = (twice_backward(2.0 * products) for products in linear_products(self.config))
+        return {"linear": linear, "attention": Flops(2 * attention, 5 * attention), "head": head}
 
     def keys(self, length: int) -> str:
         return f"{length // 2:,} keys on average"

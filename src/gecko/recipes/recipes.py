@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gecko.config import GeckoConfig
@@ -59,8 +61,8 @@ def tiny() -> Run:
 
 def books() -> Run:
     """Four million parameters on novels, as bytes: the model that is installed with the package. Set data.source."""
-    return dataclasses.replace(
-        compare_gecko_4m(),
+    return replace(
+        COMPARISON["compare_gecko_4m"](),
         output="runs/books",
         steps=3663,
         precision="bfloat16",
@@ -165,12 +167,12 @@ def megalodon_7b() -> Run:
 
     The release's model with SwiGLU and chunks of 2,048. The paper's text has chunks of 4,096: model.chunk_size=4096.
     """
-    return dataclasses.replace(gecko_7b(), model=GeckoConfig.preset("megalodon-7b"), output="runs/megalodon_7b")
+    return replace(gecko_7b(), model=GeckoConfig.preset("megalodon-7b"), output="runs/megalodon_7b")
 
 
 def llama2_7b() -> Run:
     """Llama2-7B, the paper's baseline, on the rows that Gecko-7B is trained on. Set data.source and data.tokenizer."""
-    return dataclasses.replace(
+    return replace(
         gecko_7b(),
         model=LlamaConfig.preset("llama2-7b", rope_base=500_000.0),
         output="runs/llama2_7b",
@@ -178,127 +180,79 @@ def llama2_7b() -> Run:
     )
 
 
-def compare_gecko() -> Run:
-    """Gecko of a million parameters on 10 M bytes, the reference of the comparison. Set data.source."""
-    return _comparison("compare_gecko", GeckoConfig.preset("tiny"))
-
-
-def compare_megalodon() -> Run:
-    """Megalodon of the same size, with the gated feed-forward (SwiGLU) of the paper's Megalodon-7B and of Gecko."""
-    return _comparison("compare_megalodon", GeckoConfig.preset("megalodon-tiny"))
-
-
-def compare_megalodon_ungated() -> Run:
-    """Megalodon of the same size with the ungated feed-forward of its release's first 7B model."""
-    return _comparison("compare_megalodon_ungated", GeckoConfig.preset("megalodon-tiny-ungated"))
-
-
-def compare_llama() -> Run:
-    """Llama 2 of the same size."""
-    return _comparison("compare_llama", LlamaConfig.preset("llama-tiny"))
-
-
-def compare_gekko() -> Run:
-    """Gekko, the authors' later design, of the same size."""
-    return _comparison("compare_gekko", GeckoConfig.preset("gekko-tiny"))
-
-
-def compare_paper() -> Run:
-    """Gecko as the paper's text has it where the release differs: gate, length of queries and keys, input of CEMA."""
-    return _gecko("compare_paper", gate="sum", unit_vectors="whole", cema_expansion=True)
-
-
-def compare_chunk() -> Run:
-    """Gecko that attends within a chunk."""
-    return _gecko("compare_chunk", attention="chunk", chunk_size=128)
-
-
-def compare_window() -> Run:
-    """Gecko that attends to a window of the same length for every token."""
-    return _gecko("compare_window", attention="sliding_window", chunk_size=128)
-
-
-def compare_cumulative() -> Run:
-    """Gecko with Megalodon's timestep norm: cumulative statistics of all tokens read."""
-    return _gecko("compare_cumulative", timestep_betas=None)
-
-
-def compare_no_memory() -> Run:
-    """Gecko without working memory: only CEMA keeps information about tokens outside the window."""
-    return _gecko("compare_no_memory", memory="none")
-
-
-def compare_longer_keys() -> Run:
-    """Gecko with memory keys of initial length 11.31, twice the square root of the head dimension."""
-    return _gecko("compare_longer_keys", memory_key_length=11.31)
-
-
-def compare_linear() -> Run:
-    """Gecko with the memory of Infini-attention (linear, delta rule)."""
-    return _gecko("compare_linear", memory="linear")
-
-
-def compare_gecko_4m() -> Run:
-    """Gecko of four million parameters, with the learning rate of ``compare_gecko`` scaled for its width."""
-    return _wider(compare_gecko(), "compare_gecko_4m", 2)
-
-
-def compare_megalodon_4m() -> Run:
-    """Megalodon of four million parameters."""
-    return _wider(compare_megalodon(), "compare_megalodon_4m", 2)
-
-
-def compare_llama_4m() -> Run:
-    """Llama 2 of four million parameters, with the learning rate found for a million."""
-    return _wider(compare_llama(), "compare_llama_4m", 2, learning_rate=2e-3, ffn_dim=600)
-
-
-def compare_gecko_15m() -> Run:
-    """Gecko of fifteen million parameters, with the learning rate of ``compare_gecko`` scaled for its width."""
-    return _wider(compare_gecko(), "compare_gecko_15m", 4)
-
-
-def compare_megalodon_15m() -> Run:
-    """Megalodon of fifteen million parameters."""
-    return _wider(compare_megalodon(), "compare_megalodon_15m", 4)
-
-
-def compare_llama_15m() -> Run:
-    """Llama 2 of fifteen million parameters, with the learning rate found for a million."""
-    return _wider(compare_llama(), "compare_llama_15m", 4, learning_rate=2e-3, ffn_dim=1184)
-
-
+_TINY = GeckoConfig.preset("tiny")
+_COMPARED: dict[str, tuple[str, ModelConfig]] = {
+    "compare_gecko": (
+        "Gecko of a million parameters on 10 M bytes, the reference of the comparison. Set data.source.", _TINY,
+    ),
+    "compare_megalodon": (
+        "Megalodon of the same size, with the gated feed-forward (SwiGLU) of the paper's Megalodon-7B and of Gecko.",
+        GeckoConfig.preset("megalodon-tiny"),
+    ),
+    "compare_megalodon_ungated": (
+        "Megalodon of the same size with the ungated feed-forward of its release's first 7B model.",
+        GeckoConfig.preset("megalodon-tiny-ungated"),
+    ),
+    "compare_llama": ("Llama 2 of the same size.", LlamaConfig.preset("llama-tiny")),
+    "compare_gekko": ("Gekko, the authors' later design, of the same size.", GeckoConfig.preset("gekko-tiny")),
+    "compare_paper": (
+        "Gecko as the paper's text has it where the release differs: gate, length of queries and keys, input of CEMA.",
+        replace(_TINY, gate="sum", unit_vectors="whole", cema_expansion=True),
+    ),
+    "compare_chunk": ("Gecko that attends within a chunk.", replace(_TINY, attention="chunk", chunk_size=128)),
+    "compare_window": (
+        "Gecko that attends to a window of the same length for every token.",
+        replace(_TINY, attention="sliding_window", chunk_size=128),
+    ),
+    "compare_cumulative": (
+        "Gecko with Megalodon's timestep norm: cumulative statistics of all tokens read.",
+        replace(_TINY, timestep_betas=None),
+    ),
+    "compare_no_memory": (
+        "Gecko without working memory: only CEMA keeps information about tokens outside the window.",
+        replace(_TINY, memory="none"),
+    ),
+    "compare_longer_keys": (
+        "Gecko with memory keys of initial length 11.31, twice the square root of the head dimension.",
+        replace(_TINY, memory_key_length=11.31),
+    ),
+    "compare_linear": (
+        "Gecko with the memory of Infini-attention (linear, delta rule).", replace(_TINY, memory="linear"),
+    ),
+}  # fmt: skip
+"""Models of a million parameters by recipe, with what the list of recipes says of them."""
+_SCALED = "with the learning rate of ``compare_gecko`` scaled for its width"
+_WIDER: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "compare_gecko_4m": (f"Gecko of four million parameters, {_SCALED}.", "compare_gecko", 2, {}),
+    "compare_megalodon_4m": ("Megalodon of four million parameters.", "compare_megalodon", 2, {}),
+    "compare_llama_4m": (
+        "Llama 2 of four million parameters, with the learning rate found for a million.", "compare_llama", 2,
+        {"learning_rate": 2e-3, "ffn_dim": 600},
+    ),
+    "compare_gecko_15m": (f"Gecko of fifteen million parameters, {_SCALED}.", "compare_gecko", 4, {}),
+    "compare_megalodon_15m": ("Megalodon of fifteen million parameters.", "compare_megalodon", 4, {}),
+    "compare_llama_15m": (
+        "Llama 2 of fifteen million parameters, with the learning rate found for a million.", "compare_llama", 4,
+        {"learning_rate": 2e-3, "ffn_dim": 1184},
+    ),
+}  # fmt: skip
+"""Recipes of wider models: what the list says, the recipe of the narrow model, and the arguments of ``_wider``."""
 _WIDTHS = {"model_dim", "key_dim", "value_dim", "ffn_dim", "num_heads", "timestep_groups"}
 
 
-def _wider(run: Run, name: str, times: int, *, learning_rate: float = 8e-3, ffn_dim: int | None = None) -> Run:
-    """Return the run with a model ``times`` as wide. Layers, head dimension and group width do not change.
+def _wider(narrow: str, name: str, times: int, *, learning_rate: float = 8e-3, ffn_dim: int | None = None) -> Run:
+    """Return the recipe ``narrow`` with a model ``times`` as wide. Layers, heads' dimension and groups' width stay.
 
     Args:
         ffn_dim: for a Llama, so that the models have the same number of parameters.
     """
+    run = _comparison(name, _COMPARED[narrow][1])
     widths = {field.name for field in dataclasses.fields(run.model)} & _WIDTHS
     sizes = {width: times * getattr(run.model, width) for width in widths}
     if ffn_dim is not None:
         sizes["ffn_dim"] = ffn_dim
-    optimizer = dataclasses.replace(run.optimizer, learning_rate=learning_rate, base_width=_TUNED_WIDTH)
-    model = dataclasses.replace(run.model, **sizes)
-    return dataclasses.replace(run, model=model, optimizer=optimizer, output=f"runs/{name}")
-
-
-COMPARISON: dict[str, Callable[[], Run]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        compare_gecko, compare_megalodon, compare_megalodon_ungated, compare_llama, compare_gekko,
-        compare_paper, compare_chunk, compare_window,
-        compare_cumulative, compare_no_memory, compare_longer_keys, compare_linear, compare_gecko_4m,
-        compare_megalodon_4m, compare_llama_4m, compare_gecko_15m, compare_megalodon_15m, compare_llama_15m,
-    )
-}  # fmt: skip
-
-
-def _gecko(name: str, **changes: Any) -> Run:
-    return _comparison(name, dataclasses.replace(GeckoConfig.preset("tiny"), **changes))
+    optimizer = replace(run.optimizer, learning_rate=learning_rate, base_width=_TUNED_WIDTH)
+    return replace(run, model=replace(run.model, **sizes), optimizer=optimizer)
 
 
 _TUNED_WIDTH = 128
@@ -323,5 +277,17 @@ def _comparison(name: str, model: ModelConfig) -> Run:
     )
 
 
+def _described(about: str, make: Callable[..., Run], *arguments: Any, **options: Any) -> Callable[[], Run]:
+    recipe = partial(make, *arguments, **options)
+    recipe.__doc__ = about
+    return recipe
+
+
+COMPARISON: dict[str, Callable[[], Run]] = {
+    name: _described(about, _comparison, name, model) for name, (about, model) in _COMPARED.items()
+} | {
+    name: _described(about, _wider, narrow, name, times, **options)
+    for name, (about, narrow, times, options) in _WIDER.items()
+}
 _PRETRAINING = (tiny, books, gecko_15m, gecko_125m, gecko_1b, gecko_7b, megalodon_7b, llama2_7b)
 RECIPES: dict[str, Callable[[], Run]] = {recipe.__name__: recipe for recipe in _PRETRAINING} | COMPARISON

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -161,7 +161,7 @@ class SteadyCollection:
         if number % COLLECT_EVERY == 0:
             gc.collect()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if not _kept:
             gc.unfreeze()
         if self._was_enabled:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gecko.io.files import Record, whole_file
+from gecko.io.files import Record, write_text
 from gecko.models import LanguageModel, LlamaConfig, load_any
 from gecko.pages import Listing, Picture, Section, pairs, settings_tables, write_page
 from gecko.pages.figures import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, fit, new_figure
@@ -250,15 +250,13 @@ def finish_run(
             "loss. Move it back, and continue with --resume."
         )
     with console.status("sample and report"):
-        with whole_file(run.folder / RESULTS) as temporary:
-            temporary.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+        write_text(run.folder / RESULTS, json.dumps(asdict(result), indent=2) + "\n")
         device = next(model.parameters()).device
         if ranks.world > 1:
             write_model(checkpoint, checkpoint)
             model = load_any(checkpoint).to(device)
         sample = _sample(run, model, data, result, console)
-        with whole_file(run.folder / SAMPLE) as temporary:
-            temporary.write_text(data.prompt.text + sample, encoding="utf-8")
+        write_text(run.folder / SAMPLE, data.prompt.text + sample)
     console.print(
         f"final held-out loss over {result.tokens:,} tokens: "
         f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token{result.note}"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -182,7 +182,7 @@ class StopSignal:
                 self._arrivals = _Arrivals(self._arrived)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._arrivals is not None:
             self._arrivals.close()
         for number, handler in self._previous.items():
@@ -266,7 +266,7 @@ class Watchdog:
                 self._flight.write_bytes(recorded_collectives())
                 return
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
@@ -301,7 +301,7 @@ class LauncherWatch:
             threading.Thread(target=self._watch, name="launcher", daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
 
     def _watch(self) -> None:

@@ -19,11 +19,10 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from gecko.data.packing import ROW_LAYOUT
-from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file
+from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file, write_text
 from gecko.records import build
 from gecko.runtime.process import code_version, require
 from gecko.train.run import RECIPE
@@ -115,7 +114,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -156,8 +155,7 @@ def truncate_metrics(path: Path, step: int) -> None:
             "curve has a hole there",
             stacklevel=2,
         )
-    with whole_file(path) as replacement:
-        replacement.write_text(as_lines(kept), encoding="utf-8")
+    write_text(path, as_lines(kept))
 
 
 def _finite(value: Any) -> Any:
@@ -171,8 +169,7 @@ def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] 
     wandb = require("wandb", "wandb")
     name = folder / "wandb-id"
     if not name.exists():
-        with whole_file(name) as temporary:
-            temporary.write_text(uuid.uuid4().hex, encoding="utf-8")
+        write_text(name, uuid.uuid4().hex)
     run = wandb.init(
         project=project, name=folder.name, dir=str(folder), id=name.read_text(encoding="utf-8"), resume="allow",
         config=dict(settings or {}),
@@ -286,8 +283,7 @@ def record_session(folder: Path, step: int | None, parameters: int, hardware: Ma
         data: digest of the training data.
     """
     line = {"step": step or 0, **code_version(), "parameters": parameters, "hardware": dict(hardware), "data": data}
-    with whole_file(folder / SESSIONS) as temporary:
-        temporary.write_text(as_lines([*([] if step is None else read_sessions(folder)), line]), encoding="utf-8")
+    write_text(folder / SESSIONS, as_lines([*([] if step is None else read_sessions(folder)), line]))
 
 
 def check_same_data(folder: Path, checkpoint: Path, data: str) -> bool:

@@ -18,7 +18,7 @@ from rich.console import Console
 from gecko.data.chat_templates import TEMPLATE
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.checkpoints import checkpoint_path, checkpoint_step
-from gecko.io.files import whole_file
+from gecko.io.files import whole_file, write_text
 from gecko.io.model_folder import CONFIG
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks
@@ -207,8 +207,7 @@ def _records(
     write_recipe(run)
     copy_tokenizer(run.data.tokenizer, run.tokenizer_folder)
     if data.chat_template is not None:
-        with whole_file(run.tokenizer_folder / TEMPLATE) as temporary:
-            temporary.write_text(data.chat_template, encoding="utf-8")
+        write_text(run.tokenizer_folder / TEMPLATE, data.chat_template)
     if step != run.steps:
         remove_results(run)
     parameters = list(model.parameters())

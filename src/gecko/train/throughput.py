@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,18 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     2 for the linear one. In a Llama, Z and V are the model's width, and a query attends to half of its row. Norms,
     CEMA and element-wise operations are not counted.
     """
-    products = sum(layer.weight.numel() for layer in meta_model(config).modules() if isinstance(layer, nn.Linear))
-    return _FORWARD_AND_BACKWARD * 2 * (products + _mixing_products(config, length))
+    return _FORWARD_AND_BACKWARD * 2 * (sum(linear_products(config)) + _mixing_products(config, length))
+
+
+@functools.lru_cache(maxsize=4)
+def linear_products(config: ModelConfig) -> tuple[int, int]:
+    """Return the multiply-adds per token of the linear layers in all blocks, and of the head."""
+    model = meta_model(replace(config, num_layers=1))  # all blocks have the same shapes
+    block, whole = (
+        sum(layer.weight.numel() for layer in part.modules() if isinstance(layer, nn.Linear))
+        for part in (model.blocks, model)
+    )
+    return config.num_layers * block, whole - block
 
 
 def _mixing_products(config: ModelConfig, length: int) -> float:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -186,7 +185,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, at: object) -> None:
         # Wait for the thread, also after an error: without its process group it would never end, and Python joins it at
         # exit. It waits for the threads of other ranks only, and their operations fail when those ranks have exited.
         if isinstance(error, Exception) and self._writing is not None and not self._writing.done():

@@ -24,7 +24,7 @@ from gecko.io.checkpoints import (
     sha256,
     skipped,
 )
-from gecko.io.files import whole_file
+from gecko.io.files import write_text
 from gecko.parallel.mesh import ALONE, Ranks
 
 _UNFINISHED = ".partial-"
@@ -163,8 +163,7 @@ def latest_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Path | None:
 
 
 def write_manifest(folder: Path, entries: Entries) -> None:
-    with whole_file(folder / MANIFEST) as temporary:
-        temporary.write_text(json.dumps({"files": entries}, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=2) + "\n")
 
 
 def _sync(path: Path) -> None:
