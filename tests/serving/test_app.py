@@ -17,7 +17,7 @@ from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
-from gecko.serving.dialogs import ChatRequest, ResponseRequest
+from gecko.serving.chat_requests import ChatRequest, ResponseRequest
 from gecko.serving.fields import is_required
 from gecko.serving.options import Limits
 from gecko.serving.protocol import CompletionRequest, SaveState

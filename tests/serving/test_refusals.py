@@ -12,7 +12,7 @@ import pytest
 from serving.conftest import StartServer
 from serving.sites import OK, Site, check_error
 
-from gecko.serving.dialogs import ChatRequest
+from gecko.serving.chat_requests import ChatRequest
 from gecko.serving.fields import is_required
 from gecko.serving.limits import ApiError
 from gecko.serving.options import Limits

@@ -19,7 +19,7 @@ from torch import Tensor
 from gecko.data import Tokenizer
 from gecko.data.text_stream import letter
 from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
-from gecko.inference.json_exact import JsonTokens, Names, exact_pattern, exact_schema
+from gecko.inference.json_schema import JsonTokens, Names, exact_pattern, exact_schema
 from gecko.runtime.process import require
 
 MAX_SCHEMA = 1 << 18

@@ -79,11 +79,6 @@ class LlamaConfig(Architecture):
         return max(1, self.model_dim // self.num_heads)
 
     @property
-    def key_value_dim(self) -> int:
-        """Width of the keys of all heads, and of the values."""
-        return self.num_key_value_heads * self.head_dim
-
-    @property
     def chunk_size(self) -> None:
         """None: attention has no chunks."""
 

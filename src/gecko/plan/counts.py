@@ -177,7 +177,8 @@ class LlamaCounts:
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
         """Return the bytes of keys and values after one row of ``length`` tokens."""
-        one = self.config.num_layers * self.config.key_value_dim * length * itemsize
+        config = self.config
+        one = config.num_layers * config.num_key_value_heads * config.head_dim * length * itemsize
         return {"keys": one, "values": one}
 
     def piece(self) -> int:

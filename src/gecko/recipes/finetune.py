@@ -12,10 +12,9 @@ from gecko.data.chat import tuning_format
 from gecko.data.chats import ChatCorpus, ChatRows, read_chats
 from gecko.data.sources import empty_source
 from gecko.data.tokenizers import known_tokenizer
-from gecko.data.turns import Turn
 from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import CONFIG
-from gecko.models import ModelConfig, load_config
+from gecko.models import load_config
 from gecko.recipes import apply_overrides
 from gecko.train import DataSettings, OptimizerSettings, Run, SampleSettings, ScheduleSettings
 
@@ -72,33 +71,23 @@ def finetuning_run(
     if not chats:
         raise empty_source(source)
     corpus = ChatCorpus.build(chats, tuning_format(vocabulary, folder))
+    rate = RATE / config.model_dim * (1 if lora_rank is None else 3)
+    question = next((turn.content for turn in chats[0][1].turns if turn.role == "user"), "Hello")
     base = Run(
         model=config,
         output=output,
         data=DataSettings(source=source, format="chat", tokenizer=spec),
         batch_size=ROWS,
-        sequence_length=_row_length(corpus.longest),
+        sequence_length=min(max(SHORTEST, 1 << (corpus.longest - 2).bit_length()), LONGEST),
         steps=1,
-        optimizer=OptimizerSettings(learning_rate=_learning_rate(config, lora_rank), weight_decay=0.01),
+        optimizer=OptimizerSettings(learning_rate=float(f"{rate:.2g}"), weight_decay=0.01),
         schedule=ScheduleSettings(warmup=0.1),
         precision="auto",
         init_from=str(folder),
         lora_rank=lora_rank,
-        sample=SampleSettings(prompt=_first_question(chats[0][1].turns), tokens=200),
+        sample=SampleSettings(prompt=question, tokens=200),
     )
     return _sized(base, corpus, epochs, overrides)
-
-
-def _learning_rate(config: ModelConfig, lora_rank: int | None) -> float:
-    return float(f"{RATE / config.model_dim * (1 if lora_rank is None else 3):.2g}")
-
-
-def _row_length(longest: int) -> int:
-    return min(max(SHORTEST, 1 << (longest - 2).bit_length()), LONGEST)
-
-
-def _first_question(turns: Sequence[Turn]) -> str:
-    return next((turn.content for turn in turns if turn.role == "user"), "Hello")
 
 
 def _sized(run: Run, corpus: ChatCorpus, epochs: float, overrides: Sequence[str]) -> Run:

@@ -24,8 +24,8 @@ from gecko.records import FieldError
 from gecko.runtime.process import __version__
 from gecko.serving.answer import Answer, EventStream, slices, unless_gone
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
+from gecko.serving.chat_requests import ChatRequest, ResponseRequest
 from gecko.serving.connection import Gate, Hosts
-from gecko.serving.dialogs import ChatRequest, ResponseRequest
 from gecko.serving.fields import describe
 from gecko.serving.limits import HANDLERS, Admission, ApiError, invalid
 from gecko.serving.metrics import CountResponses, Metrics

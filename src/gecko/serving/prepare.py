@@ -18,7 +18,7 @@ from gecko.inference.calls import CallReader
 from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler
 from gecko.inference.request import KeptStates, Request
 from gecko.inference.text import ChoiceText, Piece, TokenNames
-from gecko.serving.dialogs import ChatRequest, DialogRequest, ResponseRequest
+from gecko.serving.chat_requests import ChatRequest, ConversationRequest, ResponseRequest
 from gecko.serving.fields import Ids, parse_body
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits
@@ -177,14 +177,14 @@ class Preparation:
                 self._tensor(prompt) if isinstance(prompt, list) else self._encode(start, prompt)
                 for prompt in asked.prompts
             ]
-        assert isinstance(asked, DialogRequest)
+        assert isinstance(asked, ConversationRequest)
         # After a state, a result may be of a call that the state has read.
         messages = asked.turns({} if state is None else None)
         ids = self._model.chat.encode(messages, asked.functions) + self._opening(asked)
         begins = ids[:1] == [self._model.tokenizer.document_start]
         return state, [self._tensor(ids[1:] if state is not None and begins else ids)]
 
-    def _opening(self, asked: DialogRequest) -> list[int]:
+    def _opening(self, asked: ConversationRequest) -> list[int]:
         """Return the ids before the object of a call, if the answer must be one."""
         chat = self._model.chat
         return chat.encode_answer(chat.call_form.opening) if asked.enforced else []
@@ -284,7 +284,7 @@ class Preparation:
         constrained = request.constraint is not None
         chat = not isinstance(asked, CompletionRequest) and not constrained
         stops = [*asked.stop, *(self._model.chat.stops if chat else ())]
-        reader = self._reader(asked) if isinstance(asked, DialogRequest) and asked.functions else None
+        reader = self._reader(asked) if isinstance(asked, ConversationRequest) and asked.functions else None
         marks = {} if reader is None else {index: text for text, index in self._model.chat.call_marks.items()}
         # A constraint covers all characters, also a space of SentencePiece before the first word.
         return ChoiceText(
@@ -293,7 +293,7 @@ class Preparation:
             reader=reader, marks=marks,
         )  # fmt: skip
 
-    def _reader(self, asked: DialogRequest) -> CallReader:
+    def _reader(self, asked: ConversationRequest) -> CallReader:
         opening = self._model.chat.call_form.opening.partition("{")[0].strip(" \r\n[")
         return CallReader(
             [function.name for function in asked.functions], [opening] if opening else [],

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, with the fields that Gecko adds. Those for chats and responses are in ``dialogs``."""
+"""Requests of OpenAI's API, with the fields that Gecko adds. Those for chats and responses are in ``chat_requests``."""
 
 from __future__ import annotations
 

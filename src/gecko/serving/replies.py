@@ -14,7 +14,7 @@ from typing import Any
 
 from gecko.inference.calls import CallPart
 from gecko.inference.text import Piece, TokenLogprob, TokenText
-from gecko.serving.dialogs import ResponseRequest
+from gecko.serving.chat_requests import ResponseRequest
 from gecko.serving.limits import ApiError
 
 _PART = 1 << 10

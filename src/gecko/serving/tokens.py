@@ -14,7 +14,7 @@ from gecko.data.tokenizers import TokenIds
 from gecko.data.turns import linked
 from gecko.inference.text import TokenNames
 from gecko.records import FieldError
-from gecko.serving.dialogs import ChatMessage, Functions
+from gecko.serving.chat_requests import ChatMessage, Functions
 from gecko.serving.fields import Ids, JsonPart, conversation, parse_body, read
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits

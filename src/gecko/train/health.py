@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -281,7 +282,8 @@ def reported_hangs(folder: Path) -> list[Path]:
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-class LauncherWatch:
+@contextmanager
+def launcher_watched() -> Iterator[None]:
     """Context that sends SIGTERM to a rank once the torchrun that started it is gone.
 
     The ranks then finish their step, save and end, as after a SIGTERM from the scheduler. Until then the first rank
@@ -291,25 +293,21 @@ class LauncherWatch:
     On every POSIX system a process gets another parent when its launcher dies. Launchers other than torchrun are not
     watched, because they may start ranks in the background and end first.
     """
+    parent, end = os.getppid(), threading.Event()
 
-    def __init__(self) -> None:
-        self._parent = os.getppid()
-        self._end = threading.Event()
-
-    def __enter__(self) -> LauncherWatch:
-        if _STARTED_BY_TORCHRUN in os.environ:
-            threading.Thread(target=self._watch, name="launcher", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-
-    def _watch(self) -> None:
-        while not self._end.wait(LOOK_SECONDS):
-            if os.getppid() != self._parent:
+    def watch() -> None:
+        while not end.wait(LOOK_SECONDS):
+            if os.getppid() != parent:
                 _say(f"rank {os.environ.get('RANK', '0')}: torchrun, which started it, is gone; stopping")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
+
+    if _STARTED_BY_TORCHRUN in os.environ:
+        threading.Thread(target=watch, name="launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        end.set()
 
 
 def _say(line: str) -> None:

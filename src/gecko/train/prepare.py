@@ -25,7 +25,7 @@ from gecko.runtime.process import flushed_denormals
 from gecko.runtime.terminal import Terminal, lasting_output
 from gecko.train.checkpoints.folders import latest_checkpoint
 from gecko.train.finish import REPORT, RESULTS, SAMPLE
-from gecko.train.health import LauncherWatch
+from gecko.train.health import launcher_watched
 from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics, row_layout, run_start
 from gecko.train.run import RECIPE, Run, has_role
 from gecko.train.settings import Role, flatten
@@ -55,7 +55,7 @@ def launch(run: Run) -> Iterator[Process]:
     device = select_device(run.device, local if world > 1 else None)
     # The watchdog must act before a collective times out, because it writes the stacks.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
-    with lasting_output(), LauncherWatch(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
+    with lasting_output(), launcher_watched(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
         yield Process(ranks, device, Terminal(soft_wrap=True, quiet=not ranks.is_main))
 
 

@@ -72,7 +72,7 @@ def chunk_attention(
     check_segments(segments, batch, length)
     rounded = products_are_rounded()
     with full_precision(q):
-        if segments.ends is not None and not _reads_padded_rows(pattern, (q, k, v), state, segments):
+        if segments.ends is not None and not _reads_padded_rows(pattern, (q, k, v), segments):
             return run_by_length(
                 lambda inputs, state, segments: chunk_attention(
                     inputs[0], inputs[1], inputs[2], pattern, state=state, segments=segments
@@ -130,7 +130,7 @@ def _with_shared_heads(
     return out, log_sums, after.map(lambda x: x[:, ::shared])
 
 
-def _reads_padded_rows(pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments) -> bool:
+def _reads_padded_rows(pattern: Pattern, inputs: tuple[Tensor, ...], segments: Segments) -> bool:
     """Return whether the C kernels run this call, so that padded rows need not be split by length."""
     if choose_backend(*inputs) != "cpu":
         return False

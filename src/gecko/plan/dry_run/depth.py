@@ -57,7 +57,7 @@ def _peaks(run: Run, sizes: MeshSizes, rank: int) -> dict[str, Peak]:
         few, more = (_peaks(replace(run, batch_size=parts * number), sizes, rank) for number in ROWS)
         return {moment: _on_line(few[moment], more[moment], (rows - MORE) / (MORE - FEW), moment) for moment in more}
     if (layers := run.model.num_layers) > DEEP:
-        shallow, deep = (_peaks(_of_depth(run, depth), sizes, rank) for depth in DEPTHS)
+        shallow, deep = (_peaks(replace(run, model=replace(run.model, num_layers=n)), sizes, rank) for n in DEPTHS)
         ends = (0, 1, layers - 2, layers - 1)
         names = {name: (name, name) for name in (FORWARD, LOSS_MOMENT, UPDATE)} | {
             backward_of(block): tuple(backward_of(block if block < 2 else block - layers + depth) for depth in DEPTHS)
@@ -70,10 +70,6 @@ def _peaks(run: Run, sizes: MeshSizes, rank: int) -> dict[str, Peak]:
     memory = dry_step(run, sizes, rank).memory
     moments = FORWARD, LOSS_MOMENT, UPDATE, *map(backward_of, range(layers))
     return {moment: memory.peak(moment) for moment in moments}
-
-
-def _of_depth(run: Run, depth: int) -> Run:
-    return replace(run, model=replace(run.model, num_layers=depth))
 
 
 def _on_line(before: Peak, after: Peak, steps: float, moment: str) -> Peak:

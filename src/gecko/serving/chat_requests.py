@@ -73,7 +73,7 @@ Functions = Annotated[list[Function], Json(read_functions, list[Tool | FunctionT
 
 
 @dataclass(frozen=True, kw_only=True)
-class DialogRequest(GenerationRequest):
+class ConversationRequest(GenerationRequest):
     """Fields of chats and responses."""
 
     tools: Functions = field(default_factory=list)
@@ -148,7 +148,7 @@ class ChatMessage(JsonPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest(DialogRequest, ChoicesRequest):
+class ChatRequest(ConversationRequest, ChoicesRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     unsupported, ignored = _UNSUPPORTED_IN_CHATS, GenerationRequest.ignored - {"parallel_tool_calls"}
@@ -243,7 +243,7 @@ class TextOptions(JsonPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseRequest(DialogRequest):
+class ResponseRequest(ConversationRequest):
     """Body of ``POST /v1/responses``: a chat with one choice, whose state is kept."""
 
     unsupported, ignored = _UNSUPPORTED_IN_RESPONSES, _IGNORED_IN_RESPONSES
