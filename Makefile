@@ -64,7 +64,7 @@ test-sanitized: .venv/test  ## Run the tests of operators and decoding with the 
 		--ignore tests/ops/test_cpu_memory.py tests/ops tests/inference tests/models/test_weights.py
 
 test-hf-oldest test-hf-newest: test-hf-%: build/transformers-%/ready  ## Run the tests that need transformers with the oldest supported and the newest version
-	PYTHONPATH=build/transformers-$* $(BIN)/pytest -n auto tests/hf tests/models/test_llama.py tests/models/test_config.py
+	PYTHONPATH=build/transformers-$* $(BIN)/pytest -n auto tests/hf tests/models/test_llama.py
 
 test-upstream: .venv/upstream  ## Run the common and training tests of the newest transformers on Gecko
 	PYTHONPATH=build/transformers-newest $(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \

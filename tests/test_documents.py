@@ -1,4 +1,4 @@
-"""Commands in the documents can be run as written."""
+"""Links and commands in the documents."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed.run import get_args_parser
 
 from gecko.parallel.mesh import MeshSizes
 from gecko.recipes import RECIPES, apply_overrides, get_recipe
+
+# ---- Commands in the documents can be run as written.
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "src/gecko/cli").glob("*.py"))]
@@ -59,3 +61,22 @@ def test_slurm_and_torchrun_leave_a_run_as_long_to_save() -> None:
     assert signalled is not None and options is not None
     launch, _ = get_args_parser().parse_known_args([*shlex.split(options[1]), "script"])
     assert 0.9 * int(signalled[1]) < launch.shutdown_timeout < int(signalled[1])
+
+
+# ---- Targets of links in the documents exist.
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+FILE = re.compile(r"\b((?:benchmarks|docs|tests|src)/[\w/.-]+\.(?:py|md|h|c|json|html|png|svg|pdf))\b")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_of_a_page_exist(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert [name for name in LINK.findall(text) if not (page.parent / name).exists()] == []
+    places = (ROOT, ROOT / "tests")  # CONTRIBUTING names tests by their path within tests/
+    assert [name for name in FILE.findall(text) if not any((place / name).exists() for place in places)] == []
+
+
+def test_pages_are_looked_into():
+    assert len(PAGES) > 10 and sum(len(FILE.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 30

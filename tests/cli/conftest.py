@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,12 +51,32 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "demo", steps=(1, 2))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _steps_measured_once() -> Iterator[None]:
+    """Measure the memory of equal training steps once, for all plans: it depends on neither the GPU nor its price."""
+    import gecko.plan
+
+    measured, step_memory = {}, gecko.plan.step_memory
+
+    def remembered(run: Run, sizes: object) -> object:
+        key = sizes, repr({**run.to_dict(), "output": "", "recipe": "", "overrides": ()})
+        if key not in measured:
+            measured[key] = step_memory(run, sizes)
+        return measured[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gecko.plan, "step_memory", remembered)
+        yield
+
+
 @pytest.fixture
 def command() -> Command:
-    """Return a function that runs ``gecko …`` in this process."""
+    """Return a function that runs ``gecko …`` in this process, and that checks its exit code if one is given."""
 
-    def run(*arguments: object, input: bytes | None = None) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+    def run(*arguments: object, input: bytes | None = None, code: int | None = None) -> Result:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+        assert code in (None, result.exit_code), (result.output, result.exception)
+        return result
 
     return run
 

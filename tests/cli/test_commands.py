@@ -69,6 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         read(model.eval(), [torch.tensor([256, *b"a book"])]).state.save(folder / f"{name}.state")
     assert CliRunner().invoke(app, ["quantize", str(folder / "demo"), str(folder / "small")]).exit_code == 0
     gecko.Gecko(dataclasses.replace(CONFIG, vocab_size=100)).save(folder / "little-model")
+    cumulative = dataclasses.replace(CONFIG, attention="chunk", memory="none", timestep_betas=None)
+    gecko.Gecko(cumulative).save(folder / "cumulative-model")
     _write_hostile_files(folder)
     return folder
 
@@ -94,6 +96,7 @@ def _write_hostile_files(folder: Path) -> None:
     state = (folder / "book.state").read_bytes()
     (folder / "half.state").write_bytes(state[: len(state) // 2])
     (folder / "flipped.state").write_bytes(state[:-5] + bytes([state[-5] ^ 1]) + state[-4:])
+    (folder / "notes.gz").write_bytes(gzip.compress((folder / "notes.txt").read_bytes()))
     (folder / "cut.gz").write_bytes(gzip.compress(os.urandom(20_000))[:-50])
     (folder / "huge.state").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     recipe = json.loads((folder / "demo" / "recipe.json").read_text(encoding="utf-8"))
@@ -164,7 +167,8 @@ def _notes(table: str) -> dict[str, str]:
 
 
 NAMES: dict[str, Any] = {
-    "written": _written, "result": _result, "notes": _notes, "state": gecko.GeckoState.load, "RECIPES": RECIPES,
+    "written": _written, "result": _result, "json": json.loads, "version": gecko.__version__, "notes": _notes,
+    "state": gecko.GeckoState.load, "RECIPES": RECIPES,
     "contexts": lambda name: {score["where"]["context"] for score in _result(name)["scores"]},
     "counts": lambda name: {score["n"] for score in _result(name)["scores"]},
 }  # fmt: skip

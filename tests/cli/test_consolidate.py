@@ -63,8 +63,8 @@ def test_a_run_becomes_its_newest_checkpoints_model(
     command: Command, run_folder: Path, tmp_path: Path, logits: dict[int, torch.Tensor]
 ) -> None:
     out = tmp_path / "new" / "model"
-    result = command("consolidate", run_folder, "--out", out)
-    assert result.exit_code == 0 and f"{out}: the model of step-00000008" in result.stdout, result.output
+    result = command("consolidate", run_folder, "--out", out, code=0)
+    assert f"{out}: the model of step-00000008" in result.stdout, result.output
     assert torch.equal(loaded(out), logits[8])
     written = {path.name for path in out.iterdir()}
     assert written == {"model.safetensors", "config.json", "recipe.json", "tokenizer.model"}
@@ -80,8 +80,8 @@ def test_another_model_is_not_overwritten(
     other = dataclasses.replace(CONFIG, num_layers=1)
     gecko.Gecko(other).save(tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    result = command("consolidate", run_folder, "--out", tmp_path / "model")
-    assert result.exit_code == 2 and f"{tmp_path / 'model'} holds another model" in result.stderr
+    result = command("consolidate", run_folder, "--out", tmp_path / "model", code=2)
+    assert f"{tmp_path / 'model'} holds another model" in result.stderr
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     # A model of another type, which Gecko does not know.
     (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
@@ -89,7 +89,7 @@ def test_another_model_is_not_overwritten(
     # An older checkpoint of the same run is replaced.
     for step in (4, 8):
         checkpoint = run_folder / "checkpoints" / f"step-{step:08d}"
-        assert command("consolidate", checkpoint, "--out", tmp_path / "own").exit_code == 0
+        command("consolidate", checkpoint, "--out", tmp_path / "own", code=0)
         assert torch.equal(loaded(tmp_path / "own"), logits[step])
 
 
@@ -98,8 +98,8 @@ def test_a_folder_with_other_files_is_left_alone(command: Command, run_folder: P
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_text("mine")
-        result = command("consolidate", run_folder, "--out", folder)
-        assert result.exit_code == 2 and f"--out must be a new folder, or an empty one; {folder} holds" in result.stderr
+        result = command("consolidate", run_folder, "--out", folder, code=2)
+        assert f"--out must be a new folder, or an empty one; {folder} holds" in result.stderr
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
 
 
@@ -109,8 +109,7 @@ def test_a_checkpoint_takes_in_its_own_model_and_stays_whole(
     checkpoint = run_folder / "checkpoints" / "step-00000004"
     before = {path: path.read_bytes() for path in (checkpoint / "shards").iterdir()}
     for _ in range(2):
-        result = command("consolidate", checkpoint)
-        assert result.exit_code == 0, result.output
+        command("consolidate", checkpoint, code=0)
         assert torch.equal(loaded(checkpoint), logits[4])
         verify_files(checkpoint)
     assert all(path.read_bytes() == content for path, content in before.items())
@@ -121,21 +120,20 @@ def test_a_checkpoint_takes_in_its_own_model_and_stays_whole(
 
 
 def test_other_commands_read_what_was_joined(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    assert command("consolidate", run_folder, "--out", tmp_path / "model").exit_code == 0
-    result = command("info", tmp_path / "model")
-    assert result.exit_code == 0, result.output
+    command("consolidate", run_folder, "--out", tmp_path / "model", code=0)
+    command("info", tmp_path / "model", code=0)
 
 
 def test_a_damaged_checkpoint_is_not_joined(command: Command, run_folder: Path, tmp_path: Path) -> None:
     checkpoint = run_folder / "checkpoints" / "step-00000008"
     shard = next((checkpoint / "shards").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
-    result = command("consolidate", checkpoint, "--out", tmp_path / "model")
-    assert result.exit_code == 2 and shard.name in result.stderr
+    result = command("consolidate", checkpoint, "--out", tmp_path / "model", code=2)
+    assert shard.name in result.stderr
     assert not (tmp_path / "model").exists()
     # For a run, the last good checkpoint is used, and its name is printed.
-    result = command("consolidate", run_folder, "--out", tmp_path / "model")
-    assert result.exit_code == 0 and "the model of step-00000004" in result.stdout
+    result = command("consolidate", run_folder, "--out", tmp_path / "model", code=0)
+    assert "the model of step-00000004" in result.stdout
     assert "skipping the checkpoint" in result.stderr and "step-00000008" in result.stderr
 
 
@@ -144,9 +142,9 @@ def test_the_average_has_the_mean_of_the_weights(
     command: Command, run_folder: Path, tmp_path: Path, joined: bool
 ) -> None:
     for step in (4, 8) if joined else ():
-        assert command("consolidate", run_folder / "checkpoints" / f"step-{step:08d}").exit_code == 0
-    result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean")
-    assert result.exit_code == 0 and "the mean of step-00000004, step-00000008" in result.stdout, result.output
+        command("consolidate", run_folder / "checkpoints" / f"step-{step:08d}", code=0)
+    result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean", code=0)
+    assert "the mean of step-00000004, step-00000008" in result.stdout, result.output
     parts = [gecko_of(step).state_dict() for step in (4, 8)]
     for name, weight in gecko.load(tmp_path / "mean").state_dict().items():
         torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
@@ -156,12 +154,12 @@ def test_the_average_has_the_mean_of_the_weights(
 def test_an_average_of_more_than_there_is_or_of_damaged_files_is_refused(
     command: Command, run_folder: Path, tmp_path: Path
 ) -> None:
-    result = command("average", run_folder, "--last", 3, "--out", tmp_path / "mean")
-    assert result.exit_code == 2 and "has 2, got 3. A run keeps more with checkpoint.keep=N" in result.stderr
+    result = command("average", run_folder, "--last", 3, "--out", tmp_path / "mean", code=2)
+    assert "has 2, got 3. A run keeps more with checkpoint.keep=N" in result.stderr
     shard = next((run_folder / "checkpoints" / "step-00000004" / "shards").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
-    result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean")
-    assert result.exit_code == 2 and shard.name in result.stderr
+    result = command("average", run_folder, "--last", 2, "--out", tmp_path / "mean", code=2)
+    assert shard.name in result.stderr
     assert not (tmp_path / "mean").exists()
 
 
@@ -180,4 +178,4 @@ def test_only_consecutive_checkpoints_are_averaged(
     if not consecutive:
         assert "step-00000008 and step-00000004 are not" in result.stderr and "Try --last 1" in result.stderr
         assert not (tmp_path / "mean").exists()
-        assert command("average", run_folder, "--last", 1, "--out", tmp_path / "mean").exit_code == 0
+        command("average", run_folder, "--last", 1, "--out", tmp_path / "mean", code=0)

@@ -1,17 +1,27 @@
-"""Models are saved to their own folders, never into a training run or over its checkpoints."""
+"""Folders of models: what is saved to them, exported from them, and which tokenizer they have."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from cli.conftest import write_run
+from safetensors.numpy import load_file
 
 import gecko
+from gecko.data import load_tokenizer
 from gecko.io.files import whole_file
+from gecko.models.onnx import GRAPH, LOGITS, NEXT, POSITION, START, TOKEN, initial_state
+from gecko.train.checkpoints.folders import latest_checkpoint
+
+# ---- Models are saved to their own folders, never into a training run or over its checkpoints.
 
 Command = Callable[..., Any]
 
@@ -55,18 +65,16 @@ def test_a_model_is_saved_over_itself(run: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_joined_into_a_run(command: Command, run: Path) -> None:
     before = _files(run)
     for out in (run, run / "model", _newest(run).with_name("step-00000001")):
-        result = command("consolidate", run, "--out", out)
-        assert result.exit_code == 2
+        result = command("consolidate", run, "--out", out, code=2)
         assert "--out must be a folder outside of training runs" in result.stderr
-    assert command("consolidate", run, "--out", _newest(run)).exit_code == 0
+    command("consolidate", run, "--out", _newest(run), code=0)
     assert _files(run) == before
 
 
 def test_a_release_is_not_converted_into_a_run(command: Command, run: Path, tmp_path: Path) -> None:
     before = _files(run)
     for out in (run, _newest(run), run / "new"):
-        result = command("convert", tmp_path, out)
-        assert result.exit_code == 2
+        result = command("convert", tmp_path, out, code=2)
         assert "OUT must be a folder outside of training runs" in result.stderr
     assert _files(run) == before
 
@@ -105,7 +113,139 @@ def test_a_killed_command_leaves_nothing_in_the_way_of_the_same_command(
         assert command(*arguments).exit_code != 0
     assert len(written) == files
     assert list(out.iterdir()) == [] if existing else not out.exists()
-    result = command(*arguments)
-    assert result.exit_code == 0, result.stderr
+    command(*arguments, code=0)
     assert list(out.parent.iterdir()) == [out]
     assert gecko.load(out).config == gecko.load(run).config
+
+
+# ---- The tokenizer of a command: the given one, else the one beside the model, else the one that its recipe names.
+
+
+@pytest.fixture
+def folder(run_folder: Path, tmp_path: Path) -> Path:
+    """Return the folder of a model with its recipe."""
+    newest = latest_checkpoint(run_folder / "checkpoints")
+    assert newest is not None
+    return Path(shutil.copytree(newest, tmp_path / "model"))
+
+
+def name_in_recipe(folder: Path, tokenizer: str) -> None:
+    recipe = json.loads((folder / "recipe.json").read_text())
+    recipe["data"]["tokenizer"] = tokenizer
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+
+
+def test_what_export_writes_generates(command: Command, folder: Path, tmp_path: Path) -> None:
+    hf = pytest.importorskip("gecko.hf")
+    hf.export(gecko.load(folder), tmp_path / "exported", hf.byte_tokenizer())
+    options = ("--prompt", "hi", "-n", 8, "--temperature", 0)
+    result = command("generate", tmp_path / "exported", *options, code=0)
+    assert result.stdout == command("generate", folder, *options).stdout
+
+
+def test_files_beside_the_model_come_before_the_recipe(command: Command, folder: Path) -> None:
+    hf = pytest.importorskip("gecko.hf")
+    hf.byte_tokenizer().save_pretrained(folder)
+    name_in_recipe(folder, "/another/machine/tokenizer.json")
+    command("generate", folder, "--prompt", "hi", "-n", 2, code=0)
+
+
+def test_a_recipe_may_name_what_is_not_here(command: Command, folder: Path) -> None:
+    name_in_recipe(folder, "tok.json")
+    result = command("generate", folder, "--prompt", "hi", "-n", 2, code=2)
+    for part in (f"{folder / 'recipe.json'} names", "'tok.json'", "--tokenizer bytes"):
+        assert part in result.stderr
+    command("generate", folder, "--prompt", "hi", "-n", 2, "--tokenizer", "bytes", code=0)
+
+
+# ---- ``gecko export`` writes models that transformers and ONNX Runtime run, with the tokens of ``gecko.generate``.
+
+PROMPT = [256, *b"abc"]
+
+
+def greedy(run_folder: Path, new: int = 20) -> list[int]:
+    return gecko.generate(gecko.load(run_folder), PROMPT, max_new_tokens=new, temperature=0).tokens[0]
+
+
+def test_transformers_continues_a_text(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    command("export", run_folder, tmp_path / "out", code=0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = tokenizer("abc", return_tensors="pt")
+    assert inputs.input_ids.tolist() == [PROMPT]
+    found = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, len(PROMPT) :]
+    assert found.tolist() == greedy(run_folder)
+
+
+@pytest.mark.parametrize("template", [None, "{{ bos_token }}{{ messages[0].content }}"])
+def test_the_tokenizer_and_its_template_go_along(command: Command, tmp_path: Path, template: str | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = write_run(tmp_path / "run") / "checkpoints" / "step-00000001"
+    write_tokenizer(run)
+    if template is not None:
+        (run / "chat_template.jinja").write_text(template)
+    command("export", run, tmp_path / "out", code=0)
+    ours, theirs = load_tokenizer(str(run)), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("ab ba", "a<s>b</s>" if template is None else "ab"):
+        assert theirs(text).input_ids == [ours.document_start, *ours.encode(text)]
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.document_end, None)
+    assert theirs.chat_template == template
+    if template is not None:
+        chat = theirs.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+        assert theirs(chat, add_special_tokens=False).input_ids == [ours.document_start, *ours.encode("ab")]
+
+
+def write_tokenizer(folder: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"a": 0, "b": 1, " ": 2, "<": 3, ">": 4, "/": 5, "s": 6}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_onnx_continues_a_text(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    """Without this package: the graph, and the state before the first token."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    command("export", run_folder, tmp_path / "out", "--format", "onnx", code=0)
+    session = runtime.InferenceSession(str(tmp_path / "out" / GRAPH), providers=["CPUExecutionProvider"])
+    inputs, outputs = ([x.name for x in part] for part in (session.get_inputs(), session.get_outputs()))
+    state, tokens = load_file(tmp_path / "out" / START), list(PROMPT)
+    empty = initial_state(gecko.load(run_folder))
+    assert all(np.array_equal(state[name], x.numpy()) for name, x in empty.items())
+    for position in range(len(PROMPT) + 19):
+        values = {TOKEN: np.array([tokens[position]]), POSITION: np.array([position]), **state}
+        found = dict(zip(outputs, session.run(None, {name: values[name] for name in inputs}), strict=True))
+        state = {name: found[NEXT + name] for name in state}
+        if position + 1 == len(tokens):
+            tokens.append(int(found[LOGITS].argmax()))
+    assert tokens[len(PROMPT) :] == greedy(run_folder)
+
+
+def test_weights_in_16_bits_are_widened_for_onnx(
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gecko.load(run_folder).to(torch.bfloat16)
+    model.save(tmp_path / "narrow")
+    (tmp_path / "narrow" / "tokenizer.json").write_text(json.dumps({}))
+    written: list[gecko.Gecko] = []
+    monkeypatch.setattr("gecko.models.onnx.export_onnx", lambda model, path: written.append(model))
+    command("export", tmp_path / "narrow", tmp_path / "out", "--format", "onnx", code=0)
+    (widened,) = written
+    for ours, theirs in zip(model.parameters(), widened.parameters(), strict=True):
+        assert theirs.dtype == torch.float32 and torch.equal(ours.float(), theirs)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [START, "tokenizer.json"]
+
+
+def test_a_sentencepiece_tokenizer_is_refused(command: Command, tmp_path: Path) -> None:
+    pieces = pytest.importorskip("sentencepiece")
+    run = write_run(tmp_path / "run") / "checkpoints" / "step-00000001"
+    pieces.SentencePieceTrainer.train(
+        sentence_iterator=iter(["red green blue"] * 9), model_prefix=str(run / "tokenizer"), vocab_size=20,
+        hard_vocab_limit=False,
+        minloglevel=9,
+    )  # fmt: skip
+    result = command("export", run, tmp_path / "out", code=2)
+    assert "is a SentencePiece model" in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,20 +1,27 @@
-"""Output paths of commands are checked before the work, and only regular files are replaced."""
+"""What commands write: paths of files, and text on the terminal."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.progress import Progress, TextColumn
+from rich.table import Table
 
 import gecko
 from gecko.cli.common import EVALUATION, PAGE, STATE, Kind, output_file
+from gecko.runtime.terminal import Terminal, visible
+
+# ---- Output paths of commands are checked before the work, and only regular files are replaced.
 
 
 def test_a_new_file_an_old_one_and_a_link_are_taken(tmp_path: Path) -> None:
@@ -108,9 +115,9 @@ def test_commands_refuse_before_they_work(
             patched.setattr(work, lambda *_, **__: pytest.fail("the work has begun"))
         for words in commands:
             _refuses(command, words, notes, book)
-    assert command("read", run_folder, book, "--out", notes, "--force").exit_code == 0
+    command("read", run_folder, book, "--out", notes, "--force", code=0)
     assert gecko.GeckoState.load(notes).position == [len(book.read_bytes()) + 1]
-    assert command("read", run_folder, book, "--out", notes).exit_code == 0
+    command("read", run_folder, book, "--out", notes, code=0)
 
 
 def _refuses(command: Command, words: tuple[object, ...], notes: Path, book: Path) -> None:
@@ -120,8 +127,8 @@ def _refuses(command: Command, words: tuple[object, ...], notes: Path, book: Pat
         wrong += [(book, (), "this command reads"), (book, ("--force",), "this command reads")]
     for out, flags, message in wrong:
         before = out.read_bytes()
-        result = command(*words, out, *flags)
-        assert result.exit_code == 2 and message in result.stderr, (words, result.stderr)
+        result = command(*words, out, *flags, code=2)
+        assert message in result.stderr, (words, result.stderr)
         assert out.read_bytes() == before
 
 
@@ -145,10 +152,10 @@ def test_an_input_of_the_kind_that_is_written_is_not_replaced(
         assert output_file(str(read), kind, inputs=[str(tmp_path)]) == read
     text = tmp_path / "results"
     for flags in ((), ("--force",)):
-        result = command("eval", "perplexity", run_folder, text, "--lengths", "16", "--out", text, *flags)
-        assert result.exit_code == 2 and "this command reads" in result.stderr
-        result = command("report", run_folder, text, "--out", text, *flags)
-        assert result.exit_code == 2 and "this command reads" in result.stderr
+        result = command("eval", "perplexity", run_folder, text, "--lengths", "16", "--out", text, *flags, code=2)
+        assert "this command reads" in result.stderr
+        result = command("report", run_folder, text, "--out", text, *flags, code=2)
+        assert "this command reads" in result.stderr
     assert text.read_bytes() == kinds[EVALUATION.name][1]
 
 
@@ -157,17 +164,16 @@ def test_a_state_is_continued_in_place(command: Command, run_folder: Path, tmp_p
     book, state, notes = (tmp_path / name for name in ("book.txt", "book.state", "notes.txt"))
     for path in (book, notes):
         path.write_text("Some words of it. ")
-    assert command("read", run_folder, book, "--out", state).exit_code == 0
+    command("read", run_folder, book, "--out", state, code=0)
     for words in (
         ("read", run_folder, book, "--out"),
         ("generate", run_folder, "--file", book, "-n", 0, "--save-state"),
     ):
         before = gecko.GeckoState.load(state).position[0]
-        result = command(*words, state, "--state", state)
-        assert result.exit_code == 0, result.stderr
+        command(*words, state, "--state", state, code=0)
         assert gecko.GeckoState.load(state).position == [before + len(book.read_bytes())]
         for flags in ((), ("--force",)):
-            assert command(*words, notes, "--state", notes, *flags).exit_code == 2
+            command(*words, notes, "--state", notes, *flags, code=2)
             assert notes.read_bytes() == book.read_bytes()
 
 
@@ -200,3 +206,101 @@ def test_help_that_cannot_be_printed_is_one_line(words: str, environment: dict[s
     done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (1, 2)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "No space left" in done.stderr
+
+
+# ---- No text of a user, a file or a model controls the terminal, or is taken for markup.
+
+NAME = "a\x1b]0;title\x07\x1b[31m\x9b2J\r\u202e[/red][bold]:smile:"
+SHOWN = r"a\x1b]0;title\x07\x1b[31m\x9b2J\r\u202e[/red][bold]:smile:"
+CONTROLS = re.compile("[^\t\n\x20-\x7e\xa0-\u2029\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
+
+
+def test_what_is_replaced() -> None:
+    assert visible(f"{NAME}\n\té\udc9b\x7f") == rf"{SHOWN}" + "\n\té" + r"\udc9b\x7f"
+    assert [code for code in range(0x11000) if CONTROLS.match(chr(code))] == [
+        code for code in range(0x11000) if visible(chr(code)) != chr(code)
+    ]
+
+
+def written(draw: Callable[[Terminal], Any]) -> str:
+    console = Terminal(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    draw(console)
+    return re.sub(r"\x1b\[(\?25[lh]|2K|1A)|\r", "", console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def _table(console: Terminal) -> None:
+    table = Table(NAME, title=NAME)
+    table.add_row(NAME)
+    console.print(table)
+
+
+def _progress(console: Terminal) -> None:
+    with Progress(TextColumn("{task.description}", markup=False), console=console) as bar:
+        bar.add_task(visible(NAME))
+
+
+def _status(console: Terminal) -> None:
+    with console.status(NAME):
+        pass
+
+
+@pytest.mark.parametrize("draw", [lambda console: console.print(NAME), _table, _progress, _status])
+def test_consoles_print_names_as_they_are(draw: Callable[[Terminal], Any]) -> None:
+    text = written(draw)
+    assert SHOWN in text and not CONTROLS.search(text)
+
+
+COMMANDS = [
+    ("generate", NAME), ("generate", "RUN", "-p", "x", "--state", NAME), ("generate", "RUN", NAME), ("train", NAME),
+    ("train", "tiny", f"{NAME}=1"), ("train", "tiny", f"model.{NAME}=1"), ("finetune", NAME, NAME), (NAME,),
+    ("generate", "RUN", f"--{NAME}"), ("generate", "RUN", "--top-k", NAME), ("plan", NAME), ("info", NAME),
+    ("state", "show", NAME), ("tokenize", NAME, "--out", NAME), ("eval", "perplexity", NAME, NAME), ("chat", NAME),
+    ("read", "RUN", NAME), ("serve", "RUN", "--states", NAME), ("report", NAME), ("convert", NAME, NAME),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", COMMANDS, ids=[" ".join(arguments[:3]).replace(NAME, "N") for arguments in COMMANDS]
+)
+def test_messages_of_commands(
+    command: Any, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(*(str(run_folder) if argument == "RUN" else argument for argument in arguments), code=2)
+    assert not CONTROLS.search(result.output)
+
+
+@pytest.mark.parametrize("write", ["generate", "chat"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_model_cannot_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: str, terminal: bool
+) -> None:
+    """A pipe gets the exact text."""
+    from gecko.cli import chat, generate
+
+    class Answer:
+        cut = False
+
+        def __iter__(self) -> Iterator[str]:
+            yield from ("x", NAME, "\n")
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    (generate if write == "generate" else chat)._write(Answer())  # type: ignore[attr-defined]
+    assert capsys.readouterr().out.startswith(f"x{SHOWN if terminal else NAME}\n")
+
+
+def test_names_in_figures_are_no_formulas() -> None:
+    pytest.importorskip("matplotlib")
+    from gecko.pages.figures import LineStyle, label_line_ends, new_figure, svg
+
+    for name in ("$\\foo$", "$", "a$b$c", "_hidden", "$x^2$", "\\$"):
+        figure, axes = new_figure(name, name)
+        axes.plot([1, 10], [1, 2])
+        axes.set_yscale("log")
+        label_line_ends(axes, [(1.5, LineStyle.of(0), name)])
+        assert svg(figure)
+        assert not any(
+            text.get_parse_math()
+            for text in figure.findobj()
+            if "get_parse_math" in dir(text) and text.get_text() == name and "$" in name
+        )

@@ -24,19 +24,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_copy_works_like_the_original(command: Command, run_folder: Path, folder: Path, bits: int) -> None:
     out = folder / f"int{bits}"
-    result = command("quantize", run_folder, out, "--bits", bits)
-    assert result.exit_code == 0, result.stderr
+    result = command("quantize", run_folder, out, "--bits", bits, code=0)
     size, original = ((path / "model.safetensors").stat().st_size for path in (out, newest(run_folder)))
     assert f"{size:,} bytes of weights" in result.stdout
     assert f"of the {original:,} in {newest(run_folder)}" in result.stdout
     assert size < 0.8 * original
-    written = command("generate", out, "-p", "abc", "-n", 9, "--temperature", 0, "--save-state", folder / "s")
-    assert written.exit_code == 0, written.stderr
+    written = command("generate", out, "-p", "abc", "-n", 9, "--temperature", 0, "--save-state", folder / "s", code=0)
     tokens = gecko.generate(gecko.load(out), [256, *b"abc"], max_new_tokens=9, temperature=0).tokens[0]
     assert written.stdout == bytes(tokens).decode()
-    assert command("generate", out, "--state", folder / "s", "-p", "d", "-n", 2).exit_code == 0
-    refused = command("generate", run_folder, "--state", folder / "s", "-p", "d", "-n", 2)
-    assert refused.exit_code == 2
+    command("generate", out, "--state", folder / "s", "-p", "d", "-n", 2, code=0)
+    refused = command("generate", run_folder, "--state", folder / "s", "-p", "d", "-n", 2, code=2)
     assert "other weights" in refused.stderr
 
 
@@ -49,7 +46,7 @@ def test_what_says_how_to_use_the_model_goes_along(
 ) -> None:
     shutil.copytree(newest(run_folder), tmp_path / "model")
     (tmp_path / "model" / name).write_text("{}")
-    assert command("quantize", tmp_path / "model", tmp_path / "out").exit_code == 0
+    command("quantize", tmp_path / "model", tmp_path / "out", code=0)
     assert (tmp_path / "out" / name).read_text() == "{}"
 
 
@@ -63,18 +60,10 @@ def test_no_model_is_put_into_a_run(command: Command, run_folder: Path, tmp_path
     (tmp_path / "link").symlink_to(run)
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     for out in (run, newest(run), run / "int8", run / "checkpoints", run / "checkpoints" / "int8", tmp_path / "link"):
-        result = command("quantize", run, out)
-        assert result.exit_code == 2
+        result = command("quantize", run, out, code=2)
         assert "OUT must be a folder outside of training runs" in result.stderr
         assert "Name another" in result.stderr
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
-
-
-def test_a_folder_with_anything_in_it_is_left_alone(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    result = command("quantize", run_folder, tmp_path)
-    assert result.exit_code == 2 and "holds notes.txt" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_run_with_a_second_model_is_refused(command: Command, run_folder: Path, tmp_path: Path) -> None:
@@ -82,8 +71,7 @@ def test_a_run_with_a_second_model_is_refused(command: Command, run_folder: Path
     shutil.copytree(run_folder, run)
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(newest(run) / name, run / name)
-    result = command("generate", run, "-p", "a", "-n", 1)
-    assert result.exit_code == 2
+    result = command("generate", run, "-p", "a", "-n", 1, code=2)
     assert f"{run} must hold one model" in result.stderr and "Move config.json and model.safetensors" in result.stderr
     with pytest.raises(ValueError, match="must hold one model"):
         gecko.load(run)

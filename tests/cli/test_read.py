@@ -1,7 +1,8 @@
-"""``gecko read``."""
+"""``gecko read``, and the states that it writes."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import os
@@ -25,6 +26,8 @@ import gecko
 from gecko.cli.arguments import split_at_characters
 from gecko.inference import read
 
+# ---- ``gecko read``.
+
 Command = Callable[..., Any]
 
 TEXT = "Some words, naïve café, and more words. 🎉\n".encode() * 300
@@ -43,8 +46,7 @@ def assert_reads(state: gecko.GeckoState, model: gecko.Gecko, tokens: list[int])
 
 def test_a_book_is_read_from_its_document_start(command: Command, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_bytes(TEXT)
-    result = command("read", run_folder, tmp_path / "book.txt", "--out", tmp_path / "new" / "book.state")
-    assert result.exit_code == 0, result.stderr
+    result = command("read", run_folder, tmp_path / "book.txt", "--out", tmp_path / "new" / "book.state", code=0)
     assert result.stdout == ""
     assert f"read {len(TEXT) + 1:,} tokens ({len(TEXT):,} bytes)" in result.stderr
     assert "loss" not in result.stderr
@@ -57,8 +59,7 @@ def test_every_kind_of_source_and_several_of_them(command: Command, run_folder: 
     (tmp_path / "two.gz").write_bytes(gzip.compress(b"the second"))
     (tmp_path / "three.zst").write_bytes(zstandard.compress(b"the third"))
     books = (tmp_path / "one.txt", tmp_path / "two.gz", "-", tmp_path / "three.zst")
-    result = command("read", run_folder, *books, "-o", tmp_path / "s", input=b"from a pipe")
-    assert result.exit_code == 0, result.stderr
+    command("read", run_folder, *books, "-o", tmp_path / "s", input=b"from a pipe", code=0)
     whole = [256, *b"the firstthe secondfrom a pipethe third"]
     assert_reads(gecko.GeckoState.load(tmp_path / "s"), newest(run_folder), whole)
 
@@ -91,8 +92,7 @@ def test_loss_is_that_of_every_byte_after_the_first_token(command: Command, run_
     assert float(told[1]) == pytest.approx(losses.mean().item(), abs=2e-4)
     assert float(told[2]) == pytest.approx(losses.sum().item() / len(TEXT), rel=2e-4)
     assert_reads(gecko.GeckoState.load(tmp_path / "s"), newest(run_folder), [256, *TEXT])
-    only = command("read", run_folder, tmp_path / "book", "--loss")
-    assert only.exit_code == 0
+    only = command("read", run_folder, tmp_path / "book", "--loss", code=0)
     assert told[0] in only.stderr
 
 
@@ -131,8 +131,8 @@ def test_the_loss_a_byte_of_longer_tokens(command: Command, run_folder: Path, tm
 def test_a_compact_state_is_half_the_size_and_goes_on(command: Command, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "book").write_bytes(TEXT)
     for name, options in (("wide", ()), ("small", ("--compact",))):
-        assert command("read", run_folder, tmp_path / "book", "-o", tmp_path / name, *options).exit_code == 0
-    assert command("generate", run_folder, "--state", tmp_path / "small", "-p", "a", "-n", 3).exit_code == 0
+        command("read", run_folder, tmp_path / "book", "-o", tmp_path / name, *options, code=0)
+    command("generate", run_folder, "--state", tmp_path / "small", "-p", "a", "-n", 3, code=0)
     wide, small = (gecko.GeckoState.load(tmp_path / name) for name in ("wide", "small"))
     assert [x.dtype for x in small.tensors().values()] == [x.dtype for x in wide.tensors().values()]
 
@@ -193,8 +193,7 @@ def test_stopping_before_the_end(
     for book in books:
         book.write_bytes(TEXT)
     stop_after(place * -(-len(TEXT) // 4096) + 2, monkeypatch)
-    result = command("read", run_folder, *books, "--out", tmp_path / "s", "--loss", "--tokenizer", "bytes")
-    assert result.exit_code == 130
+    result = command("read", run_folder, *books, "--out", tmp_path / "s", "--loss", "--tokenizer", "bytes", code=130)
     told = re.search(r"stopped after ([\d,]+) bytes of .*/([abc]).txt; the rest: tail -c \+(\d+) ", result.stderr)
     assert told is not None, result.stderr
     taken = int(told[1].replace(",", ""))
@@ -211,9 +210,18 @@ def test_the_command_for_the_rest_names_device_and_dtype(
     (tmp_path / "book").write_bytes(TEXT)
     stop_after(2, monkeypatch)
     result = command(
-        "read", run_folder, tmp_path / "book", "--out", tmp_path / "s", "--device", "cpu", "--dtype", "float32"
+        "read",
+        run_folder,
+        tmp_path / "book",
+        "--out",
+        tmp_path / "s",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        code=130,
     )
-    assert result.exit_code == 130 and "--device cpu --dtype float32" in result.stderr
+    assert "--device cpu --dtype float32" in result.stderr
 
 
 def test_stopped_without_a_state_it_says_where_and_offers_no_command(
@@ -222,8 +230,7 @@ def test_stopped_without_a_state_it_says_where_and_offers_no_command(
     """Without the state, the rest of the text would be a new document."""
     (tmp_path / "book").write_bytes(TEXT)
     stop_after(2, monkeypatch)
-    result = command("read", run_folder, tmp_path / "book", "--loss")
-    assert result.exit_code == 130
+    result = command("read", run_folder, tmp_path / "book", "--loss", code=130)
     assert re.search(r"stopped after [\d,]+ bytes of .*/book\.$", result.stderr.rstrip()), result.stderr
 
 
@@ -245,3 +252,108 @@ def test_blocks_of_what_is_no_text(content: bytes, size: int) -> None:
     blocks = list(split_at_characters(iter(io.BytesIO(content).read1, b""), size))
     assert b"".join(blocks) == content
     assert all(0 < len(block) <= size for block in blocks)
+
+
+# ---- ``gecko state show`` and ``gecko state diff``.
+
+
+@pytest.fixture(scope="module")
+def states(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of states: one text, and variations that differ from it in one way each."""
+    folder = tmp_path_factory.mktemp("states")
+    newest, older = (gecko.load(run_folder / "checkpoints" / f"step-0000000{step}") for step in (2, 1))
+    tokens = torch.arange(1500) % 251
+    state = read(newest, [tokens]).state
+    state.save(folder / "text")
+    state.save(folder / "again")
+    state.save(folder / "compact", compact=True)
+    read(newest, [tokens[:-1]]).state.save(folder / "shorter")
+    read(older, [tokens]).state.save(folder / "older")
+    dataclasses.replace(state, model=older.fingerprint()).save(folder / "relabelled")
+    newest.empty_state().save(folder / "empty")
+    gecko.GeckoState.stack([state, newest.empty_state()]).save(folder / "two")
+    gecko.GeckoState.empty(gecko.GeckoConfig.preset("tiny")).save(folder / "tiny")
+    return folder
+
+
+def parts(output: str) -> dict[str, list[str]]:
+    """Return the rows of the printed table by their first cell."""
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line]
+    return {row[0]: row[1:] for row in rows if row[0]}
+
+
+def test_show_says_what_was_read_and_by_whom(command: Command, states: Path) -> None:
+    result = command("state", "show", states / "text", code=0)
+    state = gecko.GeckoState.load(states / "text")
+    lines = {name: " ".join(result.stdout.split()).partition(name)[2] for name in ("weights", "position", "begins at")}
+    assert lines["weights"].startswith(f" {state.model}")
+    assert lines["position"].startswith(" 1,500 ")
+    assert lines["begins at"].startswith(" 0 ")
+    assert f"{state.num_bytes:,} bytes in memory, {(states / 'text').stat().st_size:,} in the file" in result.stdout
+    assert "SHA-256" in result.stdout
+
+
+def test_show_counts_every_byte_of_every_part(command: Command, states: Path) -> None:
+    state = gecko.GeckoState.load(states / "text")
+    table = parts(command("state", "show", states / "text").stdout)
+    assert sum(int(row[1].replace(",", "")) for row in table.values() if row[1]) == state.num_bytes
+    assert table["CEMA"][2] == "float32"
+    assert parts(command("state", "show", states / "compact").stdout)["CEMA"][2] == "bfloat16"
+
+
+def test_show_measures_what_is_there(command: Command, states: Path) -> None:
+    """The log of an empty sum means 0 and does not count as a large number."""
+    state = gecko.GeckoState.load(states / "text")
+    moving = torch.cat([mixer.cema.flatten() for mixer in state.mixers])
+    table = parts(command("state", "show", states / "text").stdout)
+    assert float(table["CEMA"][3]) == pytest.approx(moving.square().mean().sqrt().item(), rel=1e-2)
+    assert float(parts(command("state", "show", states / "empty").stdout)["working memory"][3]) == 0
+
+
+def test_several_texts(command: Command, states: Path) -> None:
+    assert "1,500, 0" in command("state", "show", states / "two").stdout
+
+
+def test_diff_of_equal_states(command: Command, states: Path) -> None:
+    result = command("state", "diff", states / "text", states / "again", code=0)
+    assert result.stdout.splitlines()[-1] == "equal"
+    assert {row[0] for row in parts(result.stdout).values()} == {"none"}
+    assert "model: the same" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("compact", "model: the same"),
+        ("shorter", "position: 1,500 and 1,499"),
+        ("older", "model: other weights"),
+        ("relabelled", "model: other weights"),
+        ("tiny", "model: other architectures: num_layers 2 and 4"),
+        ("two", "position: 1,500 and 1,500, 0"),
+        ("empty", "position: 1,500 and 0"),
+    ],
+)
+def test_diff_says_what_differs(command: Command, states: Path, other: str, message: str) -> None:
+    for pair in ((states / "text", states / other), (states / other, states / "text")):
+        result = command("state", "diff", *pair, code=1)
+        assert result.stdout.splitlines()[-1] == "not equal"
+        if pair[0].name == "text":
+            assert message in result.stdout
+
+
+def test_diff_measures_each_part(command: Command, states: Path) -> None:
+    a, b = (gecko.GeckoState.load(states / name) for name in ("text", "compact"))
+    expected = torch.stack([x.cema - y.cema for x, y in zip(a.mixers, b.mixers, strict=True)]).norm()
+    expected = expected / torch.stack([x.cema for x in a.mixers]).norm()
+    table = parts(command("state", "diff", states / "text", states / "compact").stdout)
+    assert float(table["CEMA"][0]) == pytest.approx(expected.item(), rel=1e-2)
+    assert table["clock"] == table["timestep norms"] == ["none"]
+
+
+def test_counts_do_not_hide_what_changed_beside_them(command: Command, states: Path, tmp_path: Path) -> None:
+    state = gecko.GeckoState.load(states / "text")
+    doubled = state.map(lambda x: 2 * x if x.is_floating_point() else x)
+    doubled.save(tmp_path / "doubled")
+    table = parts(command("state", "diff", states / "text", tmp_path / "doubled").stdout)
+    assert table["timestep norms"] == table["CEMA"] == ["1"]
+    assert table["clock"] == ["none"]

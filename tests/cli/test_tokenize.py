@@ -28,14 +28,13 @@ def corpus(tmp_path: Path) -> Path:
 
 def test_shards_are_written_verified_and_found_again(command: Command, corpus: Path, tmp_path: Path) -> None:
     arguments = ("tokenize", corpus, "--tokenizer", "bytes", "--field", "body", "--out", tmp_path / "shards")
-    result = command(*arguments, "--verify")
-    assert result.exit_code == 0, result.stderr
+    result = command(*arguments, "--verify", code=0)
     # Small neighbouring files share one shard.
     assert "1 shards, 90 documents, 1,230 tokens of uint16" in result.stdout
     assert "every byte is as it was written" in result.stdout
     assert f"data.source={tmp_path / 'shards'} data.tokenizer=bytes" in result.stdout
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.ds")}
-    assert command(*arguments).exit_code == 0
+    command(*arguments, code=0)
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.ds")}
 
 
@@ -63,9 +62,9 @@ def test_a_corrected_command_may_use_the_folder_of_a_failed_one(command: Command
     arguments = ("tokenize", "--tokenizer", "bytes", "--out", out)
     (tmp_path / "empty.txt").touch()
     for wrong in ((corpus, "--field", "text"), (tmp_path / "empty.txt",)):
-        assert command(*arguments, *wrong).exit_code == 2
+        command(*arguments, *wrong, code=2)
         assert list(out.iterdir()) == []
-    assert command(*arguments, corpus, "--field", "body").exit_code == 0
+    command(*arguments, corpus, "--field", "body", code=0)
 
 
 def test_a_failed_command_keeps_finished_shards_and_other_files(
@@ -75,7 +74,7 @@ def test_a_failed_command_keeps_finished_shards_and_other_files(
     monkeypatch.setattr("gecko.data.tokenize.SHARD_BYTES", (1, 1))
     (corpus / "3.jsonl").write_text("{}\n")
     arguments = ("tokenize", corpus, "--tokenizer", "bytes", "--field", "body", "--workers", 1, "--out")
-    assert command(*arguments, tmp_path / "shards").exit_code == 2
+    command(*arguments, tmp_path / "shards", code=2)
     assert {"tokenize.json", "00000.ds"} <= {path.name for path in (tmp_path / "shards").iterdir()}
     write_shard = tokenizing.write_shard
 
@@ -84,7 +83,7 @@ def test_a_failed_command_keeps_finished_shards_and_other_files(
         return write_shard(plan, plan.tasks[3], *rest)
 
     monkeypatch.setattr("gecko.data.executors.write_shard", beside_another)
-    assert command(*arguments, tmp_path / "again").exit_code == 2
+    command(*arguments, tmp_path / "again", code=2)
     assert (tmp_path / "again" / "tokenize.json").is_file()
 
 
@@ -93,8 +92,8 @@ def test_a_damaged_shard_is_reported(command: Command, corpus: Path, tmp_path: P
     command(*arguments)
     path = tmp_path / "shards" / "00000.ds"
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    result = command(*arguments, "--verify")
-    assert result.exit_code == 2 and "00000.ds is damaged" in result.stderr
+    result = command(*arguments, "--verify", code=2)
+    assert "00000.ds is damaged" in result.stderr
 
 
 def test_slurm_jobs_are_not_submitted_twice(
@@ -112,11 +111,11 @@ def test_slurm_jobs_are_not_submitted_twice(
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     options = ("--tokenizer", "bytes", "--field", "body", "--executor", "slurm", "--partition", "cpu")
     arguments = ("tokenize", corpus, *options, "--out", tmp_path / "shards")
-    first = command(*arguments)
-    assert first.exit_code == 0 and "submitted as Slurm job 47" in first.stdout, first.output
+    first = command(*arguments, code=0)
+    assert "submitted as Slurm job 47" in first.stdout, first.output
     queue.write_text("47_0 cpu RUNNING\n")
-    again = command(*arguments)
-    assert again.exit_code == 0 and "Slurm job 47 has not ended" in again.stdout, again.output
+    again = command(*arguments, code=0)
+    assert "Slurm job 47 has not ended" in again.stdout, again.output
     assert "0 of 1 shards are there" in again.stdout
     assert submitted.read_text() == "\n"
     # The job has ended: squeue first still lists it, then no longer; the missing shards are submitted again.
@@ -141,8 +140,7 @@ def test_training_on_shards_and_mixtures(command: Command, corpus: Path, tmp_pat
     for number, data in enumerate(
         (f"data.source={tmp_path / 'shards'}", f"data.sources={tmp_path / 'shards'}=3,{text}=1")
     ):
-        result = command("train", "tiny", *small, data, "--out", tmp_path / f"run{number}")
-        assert result.exit_code == 0, result.stderr
+        result = command("train", "tiny", *small, data, "--out", tmp_path / f"run{number}", code=0)
     assert "(768/1024)" in result.stdout
 
 
@@ -160,10 +158,9 @@ def test_a_tokenizer_that_loses_text_is_refused(command: Command, tmp_path: Path
     shards = ("tokenize", tmp_path / "texts.jsonl", "--tokenizer", path, "--out", tmp_path / "shards")
     texts, chats = (f"data.source={tmp_path / name}.jsonl" for name in ("texts", "chats"))
     for arguments in ((*train, texts), shards, (*train, chats, "data.format=chat")):
-        result = command(*arguments)
-        assert result.exit_code == 2 and "of the characters, most often " in result.stderr, result.stderr
+        result = command(*arguments, code=2)
+        assert "of the characters, most often " in result.stderr, result.stderr
         assert "--allow-loss" in result.stderr
     for arguments in ((*train, texts, "data.allow_loss=true"), (*shards, "--allow-loss")):
-        result = command(*arguments)
-        assert result.exit_code == 0, result.stderr
+        result = command(*arguments, code=0)
         assert "loses 0.380% of the characters" in result.stdout

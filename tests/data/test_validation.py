@@ -1,7 +1,9 @@
-"""Held-out documents from a separate source."""
+"""Held-out documents, plain texts, and what needs extra packages."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import as_files, as_lines, as_shards
 
+from gecko.cli.arguments import named_text
 from gecko.data import ByteTokenizer, DataRequest, TokenizedCorpus, TrainingData, open_training_data
 from gecko.data.packing import held_out_count
+from gecko.data.readers import check_plain_text
+from gecko.eval.scored_model import open_texts
+from gecko.runtime.process import require
+
+# ---- Held-out documents from a separate source.
 
 LENGTH = 8
 TRAINED = [f"trained on {number:02d}" for number in range(20)]
@@ -119,3 +127,50 @@ def test_count_of_held_out_documents_up_to_the_second_layout(count: int, fractio
         assert held_out_count(count, fraction, 2, 1) == fraction * count
     elif count > 1:
         assert 1 <= held_out_count(count, fraction, 2, 1) < count
+
+
+# ---- Commands that read one text refuse files of records: markup is not text, and these commands have no field option.
+
+RECORDS = ("a.jsonl", "a.ndjson", "a.json", "a.JSON", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.csv.zst")
+OTHERS = ("a.pdf", "a.zip", "a.docx", "a.parquet.gz")
+PLAIN = ("a", "a.txt", "a.txt.gz", "a.md", "a.py.zst", "a.json.txt", "json")
+READERS = {
+    "read and generate": named_text,
+    "eval": lambda source: open_texts([source], joined=False),
+    "eval --joined": lambda source: open_texts([source], joined=True),
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+@pytest.mark.parametrize("name", [*RECORDS, *OTHERS])
+def test_a_file_of_another_format_is_refused(name, reader, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "hello"}\n')
+    with pytest.raises(ValueError, match=r"must be plain text; got .* rename it to end in \.txt"):
+        reader(str(path))
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_text_is_opened(name, reader, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(b"hello")
+    check_plain_text(path)
+    assert reader(str(path))
+
+
+def test_module_that_is_there() -> None:
+    assert require("json", "data") is json
+
+
+def test_missing_module_names_the_command() -> None:
+    with pytest.raises(ImportError, match=r"'not_a_module\.part'.*pip install 'gecko-lm\[data\]'"):
+        require("not_a_module.part", "data")
+
+
+def test_module_that_lacks_a_dependency_speaks_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacks_one.py").write_text("import another_missing_module")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(ModuleNotFoundError, match="another_missing_module") as caught:
+        require("lacks_one", "data")
+    assert "pip install" not in str(caught.value)

@@ -30,18 +30,6 @@ def test_written_by_gecko_read_by_transformers(variant, pair):
         assert torch.equal(theirs(tokens(2, 40)).logits, ours(tokens(2, 40))[0])
 
 
-def test_a_training_run_s_checkpoint_is_such_a_folder(tmp_path):
-    settings = {"output": str(tmp_path / "run"), "steps": 1, "batch_size": 2, "sequence_length": 24, "threads": 1}
-    data = DataSettings(source=str(write_corpus(tmp_path / "texts")), validation_fraction=0.2)
-    checkpoint = train(Run(model=BYTE_MODEL, data=data, **settings)).checkpoint
-    of_run = GeckoForCausalLM.from_pretrained(tmp_path / "run").eval()
-    with torch.no_grad():
-        assert torch.equal(of_run(tokens(2, 40)).logits, gecko.load(tmp_path / "run")(tokens(2, 40))[0])
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    with torch.no_grad():
-        assert torch.equal(theirs(tokens(2, 40)).logits, gecko.load(checkpoint)(tokens(2, 40))[0])
-
-
 def test_transformers_opens_a_run_and_its_checkpoints_with_their_tokenizer(tmp_path):
     """Of a model of bytes, whose tokenizer needs no files here; a resumed session and a quantised copy keep them."""
     run = tmp_path / "run"
@@ -56,7 +44,9 @@ def test_transformers_opens_a_run_and_its_checkpoints_with_their_tokenizer(tmp_p
             assert tokenizer(text).input_ids == [256, *text.encode()] == byte_tokenizer()(text).input_ids
         assert tokenizer.decode([*"Größe".encode(), 256], skip_special_tokens=True) == "Größe"
         assert tokenizer(["a", "bcd"], padding=True).input_ids[0] == [257, 257, 256, 97]
-        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            assert torch.equal(model(tokens(2, 40)).logits, gecko.load(folder)(tokens(2, 40))[0])
         ids = tokenizer("def f(", return_tensors="pt")
         assert model.generate(**ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 7:].tolist() == expected
         write = pipeline("text-generation", model=str(folder))
@@ -267,8 +257,6 @@ def test_damage_of_several_files_is_noticed(damage, tmp_path):
 
 
 def test_bytes_tokenizer(tmp_path: Path):
-    from gecko.data import ByteTokenizer, load_tokenizer
-
     made, plain = byte_tokenizer(), ByteTokenizer()
     made.save_pretrained(tmp_path)
     for text in ("", "a λ\n\r\x00  b ", "don't <|endoftext|> <|pad|>", "日本 🦎"):

@@ -1,4 +1,4 @@
-"""Prefill gives the same result for any division of the prompt, in bounded memory."""
+"""Prompts: read in any parts, together, and scored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gecko
-from gecko.inference import piece_length, read
+from gecko.inference import Sampling, piece_length, read, score
+from gecko.inference.prefix_cache import PrefixCache
+from gecko.inference.prompts import MOST_TOGETHER
+from gecko.inference.request import Finished, KeptStates, Request
+from gecko.inference.scheduler import Engine
+
+# ---- Prefill gives the same result for any division of the prompt, in bounded memory.
 
 
 def prompt(length: int, seed: int = 0) -> Tensor:
@@ -129,3 +135,135 @@ def test_tokens_of_a_wrong_kind_are_refused(model: gecko.Gecko) -> None:
 def test_a_state_of_several_rows_is_refused(model: gecko.Gecko) -> None:
     with pytest.raises(ValueError, match="one row; got 3"):
         read(model, [prompt(3)], model.empty_state(3))
+
+
+# ---- Several prompts in one call of the model: each gets what it would get alone.
+
+
+def ids(length: int, seed: int) -> Tensor:
+    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def run(engine: Engine, prompts: list[Tensor], states: list[gecko.GeckoState | None]) -> list[KeptStates]:
+    """Read the prompts, without an answer, and return the states that the engine keeps of them."""
+    kept = [KeptStates() for _ in prompts]
+    for prompt, state, keep in zip(prompts, states, kept, strict=True):
+        engine.submit(Request(prompt, 0, Sampling(0.0), state=state, keep=keep))
+    while not engine.idle:
+        assert all(event.reason == "length" for event in engine.step() if isinstance(event, Finished))
+    return kept
+
+
+def check(
+    model: gecko.Gecko, prompts: list[Tensor], states: list[gecko.GeckoState | None], kept: list[KeptStates]
+) -> None:
+    for prompt, before, keep in zip(prompts, states, kept, strict=True):
+        alone = read(model, [prompt], before).state
+        assert keep.prompt is not None
+        for (name, own), same in zip(keep.prompt.tensors().items(), alone.tensors().values(), strict=True):
+            torch.testing.assert_close(own, same, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_short_prompts_are_read_in_one_call(model: gecko.Gecko, calls: list[tuple[int, int]]) -> None:
+    prompts = [ids(length, length) for length in (30, 25, 28, 31)]
+    kept = run(Engine(model, rows=4), prompts, [None] * 4)
+    assert calls == [(4, 31)]
+    check(model, prompts, [None] * 4, kept)
+
+
+def test_prompts_after_states_at_different_positions(model: gecko.Gecko, calls: list[tuple[int, int]]) -> None:
+    states = [read(model, [ids(length, 50)]).state if length else None for length in (5, 0, 16, 40)]
+    calls.clear()
+    prompts = [ids(length, length) for length in (20, 22, 24, 19)]
+    kept = run(Engine(model, rows=4), prompts, states)
+    assert calls == [(4, 24)]
+    check(model, prompts, states, kept)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([10] * (MOST_TOGETHER + 2), [(MOST_TOGETHER, 10), (2, 10)]),
+        ([10, 11, 60], [(2, 11), (1, 60)]),  # padding would be more than reading
+        ([3000, 2000, 100], [(1, 100), (1, 2000), (1, 3000)]),  # beyond the tokens of a call
+    ],
+)
+def test_which_prompts_are_read_together(
+    model: gecko.Gecko, calls: list[tuple[int, int]], lengths: list[int], expected: list[tuple[int, int]]
+) -> None:
+    run(Engine(model, rows=32), [ids(length, i) for i, length in enumerate(lengths)], [None] * len(lengths))
+    assert calls == expected
+
+
+def test_a_common_beginning_is_read_once(model: gecko.Gecko, calls: list[tuple[int, int]]) -> None:
+    shared = ids(40, 0)
+    prompts = [torch.cat([shared, ids(4, seed)]) for seed in (1, 2)]
+    engine = Engine(model, rows=2, prefix_cache=PrefixCache(1 << 24))
+    run(engine, [torch.cat([shared, ids(4, 3)])], [None])
+    calls.clear()
+    kept = run(engine, prompts, [None] * 2)
+    assert sorted(calls) == [(1, 4), (1, 4), (1, 40)]
+    check(model, prompts, [None] * 2, kept)
+
+
+def test_a_prompt_that_fails_fails_alone(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = model.hidden
+
+    def failing(tokens: Tensor, **more: object) -> object:
+        if (tokens == 7).all(1).any():
+            raise RuntimeError("broken")
+        return hidden(tokens, **more)
+
+    monkeypatch.setattr(model, "hidden", failing)
+    engine = Engine(model, rows=3)
+    wanted = [ids(9, 1), torch.full((9,), 7), ids(9, 2)]
+    names = [engine.submit(Request(prompt, 2, Sampling(0.0))) for prompt in wanted]
+    ends: dict[int, str] = {}
+    while not engine.idle:
+        ends |= {event.request_id: event.reason for event in engine.step() if isinstance(event, Finished)}
+    assert [ends[name] for name in names] == ["length", "error", "length"]
+
+
+# ---- Scoring a text reads it, and gives every token the loss of one call of the model.
+
+
+def text(length: int) -> torch.Tensor:
+    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(length))
+
+
+@settings(max_examples=20)
+@given(length=st.integers(1, 90), cuts=st.lists(st.integers(0, 90), max_size=4), piece=st.integers(1, 100))
+def test_losses_and_state_of_any_pieces(model: gecko.Gecko, length: int, cuts: list[int], piece: int) -> None:
+    tokens = text(length)
+    scored = list(score(model, torch.tensor_split(tokens, sorted(cuts)), piece=piece))
+    losses = torch.cat([losses for losses, _ in scored])
+    assert losses.shape == (length - 1,)
+    if length > 1:
+        expected, _ = model.token_losses(tokens[None, :-1], tokens[None, 1:])
+        torch.testing.assert_close(losses, expected[0], rtol=1e-4, atol=1e-4)
+    whole = read(model, [tokens]).state
+    for name, tensor in scored[-1].state.tensors().items():
+        torch.testing.assert_close(tensor, whole.tensors()[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_state_goes_on_and_its_next_token_is_not_scored(model: gecko.Gecko) -> None:
+    tokens = text(60)
+    before = read(model, [tokens[:20]]).state
+    scored = list(score(model, [tokens[20:]], before, piece=16))
+    expected, _ = model.token_losses(tokens[None, :-1], tokens[None, 1:])
+    losses = torch.cat([losses for losses, _ in scored])
+    torch.testing.assert_close(losses, expected[0, 20:], rtol=1e-4, atol=1e-4)
+    assert scored[-1].state.position == [60]
+
+
+def test_between_two_pieces_gradients_are_as_the_caller_has_them(model: gecko.Gecko) -> None:
+    for _ in score(model, [text(50)], piece=16):
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def test_bad_tokens_and_states(model: gecko.Gecko) -> None:
+    assert list(score(model, [])) == []
+    with pytest.raises(ValueError, match=r"ids in 0\.\.263; got 264"):
+        list(score(model, [torch.tensor([264])]))
+    with pytest.raises(ValueError, match="one row; got 2"):
+        list(score(model, [text(3)], model.empty_state(2)))

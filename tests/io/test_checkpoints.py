@@ -1,17 +1,32 @@
-"""A run stands for its newest undamaged checkpoint wherever a model folder is expected."""
+"""Files that are found: the newest checkpoint, shipped models, and locks."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import math
+import os
+import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cli.conftest import write_run
+from typer.testing import CliRunner
 
 import gecko
+from gecko.cli import app
+from gecko.data import load_tokenizer
 from gecko.io.checkpoints import model_folder
+from gecko.io.files import locked
+from gecko.io.shipped import shipped_folder, shipped_models
 from gecko.models import load_any
+
+# ---- A run stands for its newest undamaged checkpoint wherever a model folder is expected.
 
 
 @pytest.fixture
@@ -53,3 +68,124 @@ def test_a_checkpoint_in_parts_is_named(run: Path) -> None:
     (newest / "shards").mkdir()
     with pytest.raises(FileNotFoundError, match="Join them: gecko consolidate"):
         model_folder(newest)
+
+
+# ---- Models that are installed with the package.
+
+LARGEST = 10_000_000
+"""Bytes that a shipped model may add to the package."""
+
+OPENING = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
+    "wife.\n\nHowever little known the feelings or views of such a man may be on his first entering a neighbourhood, "
+    "this truth is so well fixed in the minds of the surrounding families, that he is considered the rightful property "
+    "of some one or other of their daughters.\n"
+)
+"""From a novel that is held out of training."""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", shipped_models())
+def test_a_shipped_model_is_small_and_has_a_card(name: str) -> None:
+    folder = shipped_folder(name)
+    assert folder is not None
+    assert sum(file.stat().st_size for file in folder.iterdir()) < LARGEST
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for heading in ("## Use", "## Data", "## Training", "## Limits"):
+        assert heading in card
+
+
+def test_its_weights_are_trained(elsewhere: Path) -> None:
+    model, tokenizer = gecko.load("books").float(), load_tokenizer("bytes")
+    ids = torch.tensor([[tokenizer.document_start, *tokenizer.encode(OPENING)]])
+    with torch.no_grad():
+        nats = float(torch.nn.functional.cross_entropy(model(ids[:, :-1])[0][0].float(), ids[0, 1:]))
+    assert nats < 1.4, f"guessing gives {math.log(264):.2f}"
+
+
+def test_commands_take_its_name(elsewhere: Path) -> None:
+    options = ["--prompt", "It was ", "-n", "40", "--temperature", "0"]
+    result = CliRunner().invoke(app, ["generate", "books", *options])
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout) == 40
+    assert "3,756,032" in CliRunner().invoke(app, ["info", "books"]).stdout
+
+
+def test_a_model_of_the_same_name_comes_first(elsewhere: Path) -> None:
+    config = gecko.GeckoConfig.preset("tiny", num_layers=1)
+    gecko.Gecko(config).save(elsewhere / "books")
+    assert model_folder("books") == Path("books")
+    assert gecko.load("books").config == config
+    (elsewhere / "books" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        gecko.load("books")
+
+
+def test_texts_of_the_same_name_do_not_hide_it(elsewhere: Path) -> None:
+    (elsewhere / "books").mkdir()
+    (elsewhere / "books" / "emma.txt").write_text("Emma Woodhouse")
+    assert gecko.load("books").config == gecko.GeckoConfig.preset("gecko-4m")
+
+
+def test_an_unknown_name_lists_the_shipped_models(elsewhere: Path) -> None:
+    result = CliRunner().invoke(app, ["generate", "bookz"])
+    assert "Models installed with the package: books." in result.stderr
+
+
+# ---- One process holds a lock, and the lock ends with the process.
+
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from gecko.io.files import locked
+with locked(Path(sys.argv[1]), wait=False):
+    print("held", flush=True)
+    time.sleep(1000)
+"""
+
+
+def free(lock: Path) -> bool:
+    try:
+        with locked(lock, wait=False):
+            return True
+    except ValueError as error:
+        assert f"one process at a time may work in {lock.parent}; another one" in str(error)
+        return False
+
+
+def test_it_ends_with_the_process_that_holds_it(tmp_path: Path) -> None:
+    lock = tmp_path / "run" / ".lock"
+    with subprocess.Popen([sys.executable, "-c", _HOLDER, str(lock)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        refused = not free(lock)
+        holder.send_signal(signal.SIGKILL)
+        with locked(lock, wait=True):
+            assert refused and not free(lock)
+    assert free(lock)
+
+
+def test_it_ends_with_an_error(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    with pytest.raises(KeyError), locked(lock, wait=False):
+        raise KeyError
+    with locked(lock, wait=False):
+        assert free(tmp_path / ".other")
+
+
+def test_a_file_system_without_locks_is_worked_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
+    with (
+        pytest.warns(UserWarning, match=r"\.lock cannot be locked \(No locks available\)"),
+        locked(tmp_path / ".lock", wait=False),
+    ):
+        pass
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(OSError, match="Input/output"), locked(tmp_path / ".lock", wait=False):
+        pass

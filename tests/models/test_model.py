@@ -1,7 +1,8 @@
-"""Invariants of the model: calls of any size, rows at any position, packing, precision."""
+"""Laws of the model: its calls, inputs and states."""
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,9 @@ from support.cases import CHUNK, SMALL, tokens
 from support.model_calls import assert_same, assert_same_state, documents, read, variants
 
 import gecko
+from gecko.segments import Clock
+
+# ---- Invariants of the model: calls of any size, rows at any position, packing, precision.
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -168,3 +172,206 @@ def test_precision_may_change_between_calls(length):
         assert model(text, None, plain)[0].isfinite().all()
         assert model(text, None, model.empty_state(2))[0].isfinite().all()
     assert model(text, None, mixed)[0].isfinite().all()
+
+
+# ---- Tokens, targets, documents and states that a model accepts or refuses.
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (torch.zeros(1, 4), TypeError, r"tokens must be integers; got torch.float32. Use tokens.long\(\)"),
+        (torch.zeros(4, dtype=torch.int64), ValueError, r"shape \(batch, length\).*got \(4,\)"),
+        (torch.zeros(1, 0, dtype=torch.int64), ValueError, r"both at least 1; got \(1, 0\)"),
+        (torch.zeros(0, 3, dtype=torch.int64), ValueError, r"both at least 1; got \(0, 3\)"),
+        (torch.tensor([[1, 37]]), ValueError, r"tokens must be ids in 0..36; got 37. Check that the tokenizer"),
+        (torch.tensor([[-1, 3]]), ValueError, r"tokens must be ids in 0..36; got -1"),
+    ],
+)
+def test_wrong_tokens(text, error, message):
+    with pytest.raises(error, match=message):
+        cases.model("gecko")(text)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@torch.no_grad()
+def test_narrow_token_types(dtype):
+    model, text = cases.model("gecko"), tokens(2, 9)
+    assert torch.equal(model(text.to(dtype))[0], model(text)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_narrow_token_types_train(dtype):
+    model, text = cases.model("gecko"), tokens(2, 9)
+    assert torch.equal(model.loss(text.to(dtype), text.to(dtype)), model.loss(text, text))
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        (torch.zeros(2, 8, dtype=torch.int64), ValueError, r"the tokens' shape \(2, 9\); got \(2, 8\)"),
+        (torch.zeros(2, 9), TypeError, "targets must be integers; got torch.float32"),
+        (torch.full((2, 9), 37), ValueError, r"targets must be ids in 0..36; got 37"),
+        (torch.full((2, 9), -1), ValueError, r"targets must be ids in 0..36; got -1"),
+    ],
+)
+def test_wrong_targets(targets, error, message):
+    with pytest.raises(error, match=message):
+        cases.model("gecko").loss(tokens(2, 9), targets)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 9)])
+def test_wrong_segment_ids(ids):
+    with pytest.raises(ValueError, match=r"segment_ids must be integers of the tokens' shape \(2, 9\); got"):
+        cases.model("gecko")(tokens(2, 9), ids)
+
+
+@torch.no_grad()
+def test_wrong_states():
+    model = cases.model("gecko")
+    _, state = model(tokens(2, 9))
+    with pytest.raises(ValueError, match="the tokens' 3 rows; it holds 2"):
+        model(tokens(3, 9), None, state)
+    with pytest.raises(ValueError, match="the state must come from a model of this config"):
+        cases.model("chunk")(tokens(2, 9), None, state)
+    other = cases.model("gecko")
+    other.embedding.weight.mul_(1.1)
+    with pytest.raises(ValueError, match="the state was made by other weights of the same config"):
+        other(tokens(2, 9), None, state)
+    with pytest.raises(ValueError, match="states of different ones"):
+        gecko.GeckoState.stack([state, other(tokens(2, 9))[1]])
+
+
+# ---- Reading states are immutable, have constant size, and a text continues from any of them.
+
+
+@variants
+@pytest.mark.parametrize("position", [10_000_000 + 5, 2**31 + 5, 2**40 + 5])
+@torch.no_grad()
+def test_streams_the_same_at_any_position(variant, position):
+    model = cases.model(variant)
+    _, state = model(tokens(2, 3 * 2 * CHUNK + 5))
+    far = at_position(state, position)
+    assert far.position == [position] * 2
+    text, ids = tokens(2, 40, seed=1), documents(2, 40, seed=6) + 3
+    for cuts, segments in (((), None), ((1, 2, 20), None), ((1, 2, 20), ids)):
+        here, after = read(model, text, cuts, segments, state)
+        there, far_after = read(model, text, cuts, segments, far)
+        assert torch.equal(here, there)
+        assert_same_state(at_position(far_after, after.position[0]), after)
+
+
+def at_position(state, position):
+    """Return the same state with its positions moved by whole windows, so that chunk offsets do not change."""
+    moves = position - state.clock.position
+    assert not (moves % (2 * CHUNK)).any()
+    clock = Clock(state.clock.position + moves, state.clock.document_start + moves, state.clock.segment_id)
+    return dataclasses.replace(state, clock=clock)
+
+
+@variants
+@torch.no_grad()
+def test_state_has_constant_size(variant):
+    model = cases.model(variant)
+    sizes, state = {model.empty_state(2).num_bytes}, None
+    for length in (1, 7, 1, 30, 90):
+        _, state = model(tokens(2, length), None, state)
+        sizes.add(state.num_bytes)
+    assert len(sizes) == 1
+
+
+@variants
+@pytest.mark.parametrize("length", [1, 5, 30])
+@torch.no_grad()
+def test_states_are_values(variant, length):
+    """A call changes neither the given state nor states that it returned before."""
+    model = cases.model(variant)
+    _, state = model(tokens(2, 23))
+    before = state.map(torch.clone)
+    first, after = model(tokens(2, length), None, state)
+    kept = after.map(torch.clone)
+    second, again = model(tokens(2, length), None, state)
+    model(tokens(2, length), None, after)
+    assert torch.equal(first, second)
+    for got, wanted in ((state, before), (after, kept), (again, kept)):
+        for name, tensor in got.tensors().items():
+            assert torch.equal(tensor, wanted.tensors()[name]), name
+
+
+@variants
+@pytest.mark.parametrize("length", [0, 1, 9, 29])
+def test_steps_go_on_from_any_state_and_leave_it(variant, length):
+    """Also from a state that shares tensors, from the initial state, and from one made in inference mode."""
+    model, text = cases.model(variant), tokens(2, 70)
+    with torch.inference_mode():
+        state = model(text[:, :length])[1] if length else model.empty_state(2)
+        expected, after = model(text[:, length:], state=state)
+    before, own = state.map(torch.clone), state
+    for place in range(length, 70):
+        logits, own = model.step(text[:, place], own)
+        assert_same(logits, expected[:, place - length])
+    assert_same_state(own, after)
+    assert_same_state(state, before)
+
+
+COPIES = {
+    "rows": lambda state: state.rows([1, 0]),
+    "stack": lambda state: gecko.GeckoState.stack([state, state]),
+    "map": lambda state: state.map(torch.clone),
+    "to": lambda state: state.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@torch.no_grad()
+def test_copies_of_a_state_that_a_step_returned_stay_what_they_are(copy):
+    """Copies belong to the caller."""
+    model = cases.model("gecko")
+    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 30))[1])
+    kept = COPIES[copy](state)
+    before = kept.map(torch.clone)
+    for _ in range(20):
+        model.step(tokens(kept.batch_size, 1, seed=2)[:, 0], kept)
+    assert_same_state(kept, before)
+
+
+@variants
+@pytest.mark.parametrize("length", [1, 2, 5, 30])
+@torch.no_grad()
+def test_what_is_read_on_from_a_state_that_a_step_returned_stays_what_it_is(variant, length):
+    model = cases.model(variant)
+    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 29))[1])
+    _, branch = model(tokens(2, length), state=state)
+    before = branch.map(torch.clone)
+    for token in tokens(2, 20, seed=2).unbind(1):
+        _, state = model.step(token, state)
+    assert_same_state(branch, before)
+
+
+@torch.no_grad()
+def test_steps_begin_with_the_weights_that_are_there():
+    """Also weights that were changed through ``.data``, as averaged weights often are."""
+    model, text = gecko.Gecko(cases.SMALL), tokens(1, 20)
+    model.step(text[:, 0], model.empty_state())
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    expected, _ = model(text)
+    state = dataclasses.replace(model.empty_state(), model="")
+    for place in range(20):
+        logits, state = model.step(text[:, place], state)
+        assert_same(logits, expected[:, place])
+
+
+@variants
+@torch.no_grad()
+def test_empty_state_is_no_state(variant):
+    model, text = cases.model(variant), tokens(2, 30)
+    assert_same(model(text, None, model.empty_state(2))[0], model(text)[0])
+
+
+@variants
+@pytest.mark.parametrize("length", [1, 30])
+@torch.no_grad()
+def test_empty_state_is_no_state_to_16_bit_weights(variant, length):
+    model, text = cases.model(variant, torch.bfloat16), tokens(2, length)
+    torch.testing.assert_close(model(text, None, model.empty_state(2))[0], model(text)[0], rtol=0.05, atol=0.05)

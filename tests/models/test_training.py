@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from support.whole_runs import killed, same_end
 from transformers import AutoModelForCausalLM
 
 from gecko.config import GeckoConfig
@@ -19,10 +19,9 @@ from gecko.models import Llama, LlamaConfig, load_any, meta_model
 from gecko.ops.chunk_attention import Pattern, chunk_attention
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.recipes.recipes import COMPARISON
-from gecko.train import ParallelSettings, Run, TrainResult, train
+from gecko.train import ParallelSettings, Run, train
 from gecko.train.metrics import read_metrics
 from gecko.train.throughput import flops_per_token
-from gecko.train.trainer import Trainer
 
 GECKO = GeckoConfig(
     vocab_size=264, num_layers=1, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
@@ -35,32 +34,15 @@ def losses(run: Run) -> list[tuple[str, int, float]]:
     return [(record["kind"], record["step"], record["loss"]) for record in read_metrics(run.folder / "metrics.jsonl")]
 
 
-def files(result: TrainResult) -> dict[str, torch.Tensor]:
-    names = ("model.safetensors", "optimizer.safetensors")
-    return {f"{name}/{key}": value for name in names for key, value in load_file(result.checkpoint / name).items()}
-
-
 @pytest.mark.parametrize("step", [1, 4, 7])
 @pytest.mark.parametrize("changes", [{}, {"model": LlamaConfig(264, 1, 32, 2, 32, tie_embedding=True)}], ids=str)
-def test_stopped_and_resumed_is_uninterrupted(
-    run_in: Runs, monkeypatch: pytest.MonkeyPatch, step: int, changes: dict[str, Any]
-) -> None:
+def test_killed_and_resumed_is_uninterrupted(run_in: Runs, step: int, changes: dict[str, Any]) -> None:
     whole, stopped = (run_in(name, **changes) for name in ("whole", "stopped"))
-    expected, original = train(whole), Trainer._step
-
-    def stepping(self: Trainer) -> None:
-        if self.next_step == step + 1:
-            raise KeyboardInterrupt
-        original(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "_step", stepping)
-        train(stopped)
+    expected = train(whole)
+    killed(step + 1, stopped)
     resumed = train(stopped, resume=True)
     assert losses(stopped) == losses(whole)
-    found, wanted = files(resumed), files(expected)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert same_end(resumed, expected)
 
 
 @pytest.mark.usefixtures("pictures")

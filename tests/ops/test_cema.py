@@ -1,4 +1,4 @@
-"""CEMA satisfies the laws."""
+"""CEMA and the short convolution satisfy the laws; no operator takes a call without tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from support import cases, laws
 
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.cema.chunked import chunk_tables
+from gecko.ops.short_convolution import short_convolution
+
+# ---- CEMA satisfies the laws.
 
 
 @pytest.mark.parametrize(("law", "case"), laws.over(cases.COMMON))
@@ -90,3 +93,40 @@ def test_tables_have_whole_gradients_where_autocast_is_still_on():
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(loss, parameters)
     torch.testing.assert_close(found, wanted)
+
+
+# ---- The short convolution satisfies the laws.
+
+
+@pytest.mark.parametrize(("law", "case"), laws.over(cases.COMMON))
+@pytest.mark.parametrize("operator", cases.CONVOLUTIONS, ids=str)
+def test_short_convolution(operator, law, case):
+    law(operator, case)
+
+
+@pytest.mark.parametrize("case", cases.TINY, ids=str)
+@pytest.mark.parametrize("operator", cases.CONVOLUTIONS, ids=str)
+def test_short_convolution_gradients_are_numerical(operator, case):
+    laws.gradients_are_numerical(operator, case)
+
+
+def test_other_shapes_are_refused():
+    x = torch.zeros(1, 5, 3)
+    with pytest.raises(ValueError, match=r"taps must have shape \(3, 4\)"):
+        short_convolution(x, torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"state must have shape \(1, 3, 3\)"):
+        short_convolution(x, torch.zeros(3, 4), torch.zeros(1, 4, 3))
+
+
+# ---- Operators refuse a call without tokens, in every form.
+
+OPERATORS = [cases.CEMA, *cases.TIMESTEP_NORMS, *cases.ATTENTIONS, *cases.MEMORIES]
+
+
+@pytest.mark.parametrize("form", ["fast", "reference"])
+@pytest.mark.parametrize("documents", ["one", "packed"])
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_a_call_without_tokens_is_refused(operator, documents, form):
+    given = cases.problem(operator, cases.Case(3, documents, (5,)))
+    with pytest.raises(ValueError, match="at least one token per row; got 0"):
+        laws._call(getattr(operator, form), given, [0, 0])

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from parallel.conftest import train_in_sessions
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL
 from support.jobs import Jobs
@@ -18,7 +19,7 @@ from support.whole_runs import losses
 
 import gecko
 from gecko.io.checkpoints import list_checkpoints, read_manifest, verify_files
-from gecko.train import CheckpointSettings, ParallelSettings, Run, train
+from gecko.train import CheckpointSettings, Run, train
 from gecko.train.checkpoints.content import write_model
 from gecko.train.checkpoints.folders import latest_checkpoint, write_manifest
 from gecko.train.finish import write_report
@@ -32,15 +33,8 @@ def kept(run: Run) -> list[int]:
 def test_four_ranks_then_two_then_one_then_four(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     """The schedule is that of the whole run; SIGTERM ends each session."""
     one, changing = run_in("one"), run_in("changing", checkpoint=CheckpointSettings(every=7, keep=9))
-    jobs.run(1, work.train_run, one)
-    sessions: list[tuple[int, int | None, dict[str, int]]] = [
-        (4, 5, {"context": 2}), (2, 9, {"replicate": 2}), (1, 12, {}), (4, None, {"shard": 2, "replicate": 2})
-    ]  # fmt: skip
-    for ranks, end, parallel in sessions:
-        run = replace(changing, parallel=ParallelSettings(**parallel))
-        results = jobs.run(ranks, work.resumed_run, run, ranks - 1, end)
-        assert {result["step"] for result in results} == {end or 20}
-    np.testing.assert_allclose(losses(changing), losses(one), rtol=1e-5)
+    sessions = [(4, 5, {"context": 2}), (2, 9, {"replicate": 2}), (1, 12, {}), (4, None, {"shard": 2, "replicate": 2})]
+    train_in_sessions(jobs, one, changing, sessions)
     assert kept(changing) == [5, 7, 9, 12, 14, 20]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parallel.conftest import train_in_sessions
 from support import compile_jobs
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL
@@ -20,7 +21,7 @@ from support.whole_runs import losses
 
 from gecko.models import LlamaConfig, ModelConfig
 from gecko.parallel.mesh import MeshSizes
-from gecko.train import CheckpointSettings, OptimizerSettings, ParallelSettings, Run, train
+from gecko.train import CheckpointSettings, OptimizerSettings, Run, train
 
 MESHES = {
     "shard-2": (2, {}),
@@ -247,13 +248,7 @@ def test_one_rank_then_four_then_two(jobs: Jobs, run_in: Callable[..., Run]) -> 
     """Lanes are rows of the whole batch, so each session holds its part of those that the one before saved."""
     small = run_in("one", steps=10)
     one = replace(small, data=replace(small.data, carry_state=True), gradient_accumulation_steps=2)
-    changing = replace(one, output=str(one.folder.parent / "changing"))
-    jobs.run(1, work.train_run, one)
-    sessions: list[tuple[int, int | None, dict[str, int]]] = [
-        (1, 2, {}), (4, 4, {"context": 2}), (2, 6, {"context": 2}), (4, 8, {"replicate": 2}), (2, None, {})
-    ]  # fmt: skip
-    for ranks, end, parallel in sessions:
-        run = replace(changing, parallel=ParallelSettings(**parallel))
-        results = jobs.run(ranks, work.resumed_run, run, ranks - 1, end)
-        assert {result["step"] for result in results} == {end or 10}
-    np.testing.assert_allclose(losses(changing), losses(one), rtol=1e-5)
+    train_in_sessions(
+        jobs, one, replace(one, output=str(one.folder.parent / "changing")),
+        [(1, 2, {}), (4, 4, {"context": 2}), (2, 6, {"context": 2}), (4, 8, {"replicate": 2}), (2, None, {})],
+    )  # fmt: skip

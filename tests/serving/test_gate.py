@@ -1,4 +1,4 @@
-"""Requests that are refused before their body is read, and connections that make the server wait."""
+"""What is looked at before a request is accepted: its bytes and its JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -14,10 +15,12 @@ from serving.conftest import StartServer
 from serving.sites import OK, Site, check_error
 from serving.waiting import until
 
-from gecko.serving.bodies import Body, RequestMemory
+from gecko.serving.bodies import MAX_DEPTH, MAX_VALUES, Body, RequestMemory, read_json
 from gecko.serving.connection import Hosts
 from gecko.serving.limits import ApiError
 from gecko.serving.options import Limits
+
+# ---- Requests that are refused before their body is read, and connections that make the server wait.
 
 BODY = json.dumps(OK).encode()
 
@@ -193,3 +196,52 @@ def test_a_client_that_reads_nothing_is_disconnected(start: StartServer, stream:
             assert site.service.memory.taken > 40 * 20_000 * 8
         until(lambda: not site.server.server_state.connections)
     until(lambda: site.service.memory.taken == 0)
+
+
+# ---- JSON that is parsed in steps equals that of the standard library, and bounds are enforced.
+
+VALUES: list[Any] = [
+    None, True, 5, -1.5e3, "", 'a"\\\n\u00e9\U0001f600\ud800', [], {}, [[]], [{}], {"a": {}},
+    [1, 2, "a", 3, [4], None, 5, 6.5],
+    list(range(50_000)), [list(range(20_000)), ["x", 1]], {"prompt": [1, 2], "n": 3, "t": [0.5, -1e-7]}, ["a"] * 1000,
+    10**400, [10**400, 1],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spaces", [{"separators": (",", ":")}, {"indent": 3}, {"ensure_ascii": True}], ids=range(3))
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_it_reads_what_the_library_reads(value: Any, spaces: dict[str, Any]) -> None:
+    assert read_json(f" {json.dumps(value, **spaces)}\n".encode()) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "[", "{", "]", "[1", "[1,", "[1,]", "[,1]", "[1,,2]", "[1 2]", "[1}", '{"a"}', '{"a":}', '{"a":1,}',
+        "{1:2}",
+        '{"a":1 "b":2}', "1 2", '"a', '"\n"', '"\\x"', "nul", "[nul]", "01", "[01]", "+1", "[+1]", "[1.]", "-", "[-]",
+        "[" + "1" * 40_000 + "]", "9" * 5_000, "[" + "1," * 40_000 + "]", "\ufeff\ufeff1",
+    ],
+)  # fmt: skip
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="at character"):
+        read_json(text.encode())
+
+
+def test_invalid_utf8_is_refused() -> None:
+    with pytest.raises(ValueError, match="at byte 1"):
+        read_json(b'"\xff"')
+
+
+def test_bounds() -> None:
+    assert len(read_json(json.dumps(["a"] * (MAX_VALUES - 1)).encode())) == MAX_VALUES - 1
+    read_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    for text, told in (
+        (json.dumps(["a"] * MAX_VALUES), "100,000"),
+        (json.dumps({str(i): i for i in range(MAX_VALUES // 2 + 1)}), "100,000"),
+        ("[[]," * MAX_VALUES, "32 deep"),
+        ("[" + "[]," * MAX_VALUES, "100,000"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "32 deep"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            read_json(text.encode())

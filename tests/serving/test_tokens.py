@@ -1,21 +1,31 @@
-"""``/tokenize`` and ``/detokenize`` answer in vLLM's form, with the ids that a generation reads."""
+"""Tokens over HTTP: ids, log-probabilities and pieces of text."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from serving.conftest import StartServer
-from serving.sites import Site, check_error, document, serving
+from serving.sites import OK, Site, alone, check_error, distributions, document, serving
 from serving.waiting import until
 
 import gecko
-from gecko.data import Tokenizer
+from gecko.data import Tokenizer, load_tokenizer
+from gecko.inference.request import Token
+from gecko.inference.text import ChoiceText, Piece
 from gecko.runtime.process import __version__
 from gecko.serving.options import Limits
+from gecko.serving.replies import ChatReply, CompletionReply, Usage, encode_answer
+
+# ---- ``/tokenize`` and ``/detokenize`` answer in vLLM's form, with the ids that a generation reads.
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 
@@ -38,8 +48,8 @@ def test_ids_of_a_text(site: Site, text: str) -> None:
     }
     bare = tokenize(site, prompt=text, add_special_tokens=False, model="small", messages=None)
     assert (bare["count"], bare["tokens"]) == (len(ids) - 1, ids[1:])
-    for given in (ids, ids[1:]):
-        answer = site.post("/detokenize", json={"tokens": given, "model": "small"})
+    for sent in (ids, ids[1:]):
+        answer = site.post("/detokenize", json={"tokens": sent, "model": "small"})
         assert (answer.status_code, answer.json()) == (200, {"prompt": text})
 
 
@@ -110,3 +120,222 @@ def test_the_key_is_needed(start: StartServer) -> None:
 
 def test_the_version(site: Site) -> None:
     assert httpx2.get(f"{site.url}/version").json() == {"version": __version__}
+
+
+# ---- ``echo`` with ``logprobs``: the log-probabilities of prompts are the model's, in OpenAI's form.
+
+TEXTS = ["abc", "xyz ü, and more", "a" * 90]
+
+
+def echoed(site: Site, **asked: Any) -> list[dict[str, Any]]:
+    """Return the choices, and assert that those of a stream join to the same."""
+    asked = {"echo": True, "logprobs": 2, "temperature": 0, "max_tokens": 0, **asked}
+    choices = site.post(json=asked).json()["choices"]
+    stream = site.openai.completions.create(model="small", stream=True, **asked)
+    joined: dict[int, dict[str, Any]] = {}
+    for chunk in stream:
+        (part,) = chunk.model_dump()["choices"]
+        known = joined.setdefault(part["index"], {**part, "text": "", "logprobs": {name: [] for name in LISTS}})
+        known["text"] += part["text"]
+        for name in LISTS:
+            known["logprobs"][name] += (part["logprobs"] or {}).get(name, [])
+        known.update(finish_reason=part["finish_reason"], position=part["position"])
+    assert [joined[index] for index in range(len(choices))] == choices
+    return choices
+
+
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+@pytest.mark.parametrize("new", [0, 1, 7])
+def test_the_prompt_has_the_models_log_probabilities(site: Site, model: gecko.Gecko, new: int) -> None:
+    """Every prompt of a batch, whatever the others are; and after it the tokens of the answer."""
+    prompts = [document(text) for text in TEXTS]
+    for choice, ids, text in zip(echoed(site, prompt=prompts, max_tokens=new), prompts, TEXTS, strict=True):
+        written = alone(model, ids, new, temperature=0)
+        assert choice["text"] == text + written
+        assert (choice["finish_reason"], choice["position"]) == ("length", len(ids) + new)
+        told, every = choice["logprobs"], [*ids, *written.encode()]
+        chances = distributions(model, every[:-1] if new else every)
+        assert [len(told[name]) for name in LISTS] == [len(every)] * 4
+        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        own = chances[range(len(every) - 1), every[1:]]
+        assert told["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-4)
+        for row, top, value in zip(chances, told["top_logprobs"][1:], told["token_logprobs"][1:], strict=False):
+            assert sorted(top.values(), reverse=True) == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+            assert value <= max(top.values())
+        whole = (text + written).encode()
+        for token, offset in zip(told["tokens"][1:], told["text_offset"][1:], strict=True):
+            assert token.startswith("token_id:") or (text + written)[offset] == token
+        assert bytes(every[1:]) == whole
+
+
+def test_the_most_likely_token_is_equal_to_the_best_alternative(site: Site, model: gecko.Gecko) -> None:
+    """By which clients tell greedy continuations."""
+    ids = document("abc") + list(alone(model, document("abc"), 9, temperature=0).encode())
+    told = echoed(site, prompt=ids)[0]["logprobs"]
+    pairs = list(zip(told["token_logprobs"], told["top_logprobs"], strict=True))[1:]
+    greedy = [own == max(top.values()) for own, top in pairs]
+    assert greedy[-9:] == [True] * 9
+    assert greedy == (distributions(model, ids[:-1]).argmax(-1) == torch.tensor(ids[1:])).tolist()
+
+
+def test_texts_ids_and_choices_get_the_same(site: Site) -> None:
+    (one,) = echoed(site, prompt="xyz")
+    assert echoed(site, prompt=document("xyz"), n=3) == [{**one, "index": index} for index in range(3)]
+    assert echoed(site, prompt=["abc", "xyz"])[1] == {**one, "index": 1}
+
+
+def test_known_beginnings_and_long_prompts(start: StartServer, model: gecko.Gecko) -> None:
+    """The whole prompt has log-probabilities, although the prefix cache knows it and its pieces are many."""
+    site = start(prefix_cache_bytes=1 << 20)
+    ids = document("many words, " * 800)
+    site.post(json={**OK, "prompt": ids})
+    own = distributions(model, ids)[range(len(ids) - 1), ids[1:]]
+    for _ in range(2):
+        found = site.post(json={"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}).json()["choices"][0]
+        assert found["logprobs"]["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-4)
+        assert found["logprobs"]["top_logprobs"] == [None] + [{}] * (len(ids) - 1)
+
+
+def test_the_token_that_stops_has_an_entry_and_no_text(site: Site, model: gecko.Gecko) -> None:
+    """Clients that score prompts drop the last entry, as the one after the prompt."""
+    (choice,) = echoed(site, prompt="abc", max_tokens=1, logit_bias={"256": 100})
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
+    assert len(choice["logprobs"]["tokens"]) == 5
+    expected = distributions(model, document("abc"))[-1, 256]
+    assert choice["logprobs"]["tokens"][-1] == "token_id:256"
+    assert choice["logprobs"]["token_logprobs"][-1] == pytest.approx(float(expected), abs=1e-4)
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "logit_bias": {"256": 100}}
+    spoken = site.post("/v1/chat/completions", json={**asked, "max_tokens": 3}).json()["choices"][0]
+    assert (spoken["message"]["content"], spoken["logprobs"]) == ("", {"content": []})
+
+
+def test_after_a_state_the_first_token_has_none(start: StartServer, model: gecko.Gecko, tmp_path: Path) -> None:
+    site = start(states=tmp_path)
+    gecko.generate(model, document("once"), max_new_tokens=0).state.save(tmp_path / "book.state")
+    (choice,) = site.post(
+        json={"prompt": " upon", "state": "book", "echo": True, "logprobs": 1, "max_tokens": 0}
+    ).json()["choices"]
+    own = distributions(model, document("once upon"))[range(4, 9), list(b" upon")][1:]
+    assert choice["text"] == " upon" and choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-4)
+
+
+def test_pieces_of_words_keep_their_place(model: gecko.Gecko, spaced: Tokenizer, tmp_path: Path) -> None:
+    with serving(model, spaced, tmp_path) as site:
+        asked = {"prompt": "the the", "echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {"5": 100}}
+        choice = site.post(json=asked).json()["choices"][0]
+    assert choice["text"] == "the the the"
+    assert choice["logprobs"]["tokens"] == ["token_id:0", " the", " the", " the"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 3, 7]
+
+
+def test_nothing_to_write_needs_something_to_repeat(site: Site) -> None:
+    check_error(site.post(json={**OK, "max_tokens": 0}), 400, "at least 1 without echo")
+    whole = site.post(json={**OK, "max_tokens": 0, "echo": True}).json()
+    assert (whole["choices"][0]["text"], whole["choices"][0]["logprobs"]) == ("abc", None)
+    assert whole["usage"]["completion_tokens"] == 0
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0}
+    check_error(site.post("/v1/chat/completions", json=chat), 400, "max_tokens")
+
+
+def test_a_prompt_that_was_not_read_in_time_is_no_answer(start: StartServer) -> None:
+    """The first prompt has its tokens; the second one's log-probabilities are missing."""
+    site = start(limits=Limits(rows=1, queue=5, seconds=0.7, new_tokens=100_000))
+    asked = {"prompt": ["abc", "xyz"], "echo": True, "logprobs": 0, "max_tokens": 100_000}
+    check_error(site.post(json=asked), 504, "time limit")
+
+
+# ---- Tokens to pieces of text: for any division, the pieces join to the text before the stop string.
+
+BYTES = load_tokenizer("bytes")
+ANY_TEXT = st.text(alphabet="aboé🎉 ", max_size=30)
+
+
+def pieces_of(
+    text: bytes, stops: list[str], *, logprobs: bool = False, min_tokens: int = 0, echo: str = ""
+) -> list[Piece]:
+    choice = ChoiceText(0, BYTES, stops, 100, min_tokens=min_tokens, echo=echo)
+    pieces = []
+    for number, byte in enumerate(text):
+        told = (-float(number), ((byte, -float(number)),)) if logprobs else (None, ())
+        piece = choice.push(Token(0, byte, *told))
+        if piece is not None:
+            pieces.append(piece)
+        if choice.stopped:
+            return pieces
+    return [*pieces, choice.finish("length")]
+
+
+@given(ANY_TEXT, st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=3))
+def test_pieces_join_to_the_text_before_the_stop(text: str, stops: list[str]) -> None:
+    pieces = pieces_of(text.encode(), stops)
+    ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    end, minus = min(ends, default=(len(text), 0))
+    assert "".join(piece.text for piece in pieces) == text[: end + minus]
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop" if ends else "length"]
+    assert all(piece.text for piece in pieces[:-1])
+    assert pieces[-1].position == 100 + len(text[:end].encode())
+
+
+@given(st.text(alphabet="ab", max_size=30), st.integers(0, 12))
+def test_the_text_of_the_first_tokens_may_contain_a_stop_string(text: str, least: int) -> None:
+    pieces = pieces_of(text.encode(), ["ab"], min_tokens=least, echo="é ab ")
+    end = text.find("ab", least)
+    assert "".join(piece.text for piece in pieces) == "é ab " + (text if end < 0 else text[:end])
+    assert pieces[-1].finish_reason == ("length" if end < 0 else "stop")
+
+
+@given(ANY_TEXT, st.sampled_from(["", "é b"]))
+def test_every_token_is_told_once_and_in_place(text: str, echo: str) -> None:
+    content = text.encode()
+    tokens = [token for piece in pieces_of(content, ["zz"], logprobs=True, echo=echo) for token in piece.tokens]
+    assert [token.chosen.logprob for token in tokens] == [-float(number) for number in range(len(content))]
+    for token, byte in zip(tokens, content, strict=True):
+        assert token.chosen.name == (chr(byte) if byte < 128 else f"token_id:{byte}")
+        assert byte >= 128 or (echo + text)[token.offset] == token.chosen.text
+
+
+def test_what_is_no_text_has_no_bytes() -> None:
+    """Two bytes of é, with the alternatives of each: a letter, and the end of the document."""
+    choice = ChoiceText(0, BYTES, [], 0)
+    for byte in "é".encode():
+        piece = choice.push(Token(0, byte, -1.0, ((97, -0.5), (256, -2.0))))
+    assert piece is not None
+    for told in next(iter(ChatReply("m").events(piece)))["choices"][0]["logprobs"]["content"]:
+        assert [(other["token"], other["bytes"]) for other in (told, *told["top_logprobs"])] == [
+            (told["token"], None), ("a", [97]), ("token_id:256", None)
+        ]  # fmt: skip
+
+
+def test_words_and_parts_of_words_have_names_of_their_own(spaced: Tokenizer) -> None:
+    """The space before a word is part of its name, also at the beginning of a text."""
+    choice, words = ChoiceText(0, spaced, [], 0), spaced.encode("the the").tolist()
+    word, part = words[-1], spaced.encode("athe").tolist()[-1]
+    piece = choice.push(Token(0, word, -1.0, ((word, -1.0), (part, -2.0))))
+    told = next(iter(CompletionReply("m").events(piece or choice.finish("length"))))["choices"][0]["logprobs"]
+    assert told["tokens"] == [" the"]
+    assert told["top_logprobs"] == [{" the": -1.0, "the": -2.0}]
+
+
+def test_a_broken_character_comes_at_the_end() -> None:
+    assert [piece.text for piece in pieces_of("aé".encode()[:2], [])] == ["a", "\ufffd"]
+
+
+def test_numbers_that_json_lacks_are_not_written() -> None:
+    choice = ChoiceText(0, BYTES, [], 0)
+    piece = choice.push(Token(0, 97, -math.inf, ((97, -math.inf), (98, 0.0))))
+    assert piece is not None
+    for reply in (CompletionReply("m"), ChatReply("m")):
+        for body in (*reply.events(piece), reply.whole([piece], Usage(1, 1, 8))):
+            json.dumps(body, allow_nan=False)
+
+
+def test_answers_are_encoded_as_by_json() -> None:
+    pieces = pieces_of('aü"\0'.encode(), [], logprobs=True)
+    whole = [Piece(index, 'aü"\0', pieces[0].tokens, 4, "stop") for index in range(2)]
+    long = replace(whole[0], tokens=pieces[0].tokens * 3000)
+    for reply, found in ((ChatReply("small"), whole), (CompletionReply("small"), whole), (ChatReply("b"), [long])):
+        answer = reply.whole(found, Usage(1, 2, 3))
+        assert encode_answer(answer) == json.dumps(answer, separators=(",", ":"))

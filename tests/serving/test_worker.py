@@ -1,9 +1,10 @@
-"""The engine's thread: no event or request is lost between it and the event loop, whichever of them ends first."""
+"""The process of the server: its connections and the engine's thread."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -20,11 +21,15 @@ from gecko.inference import Sampling
 from gecko.inference.request import Finished, Request, Token
 from gecko.inference.scheduler import Engine
 from gecko.inference.text import ChoiceText
+from gecko.serving import server
 from gecko.serving.answer import Answer
+from gecko.serving.connection import Turns
 from gecko.serving.metrics import Metrics
 from gecko.serving.prepare import Prepared
 from gecko.serving.replies import Reply, Usage
 from gecko.serving.worker import Worker, WorkerClosedError
+
+# ---- The engine's thread: no event or request is lost between it and the event loop, whichever of them ends first.
 
 
 @dataclass
@@ -233,3 +238,55 @@ def test_a_failing_step_ends_what_it_held(bench: Any, model: gecko.Gecko, monkey
             await asyncio.sleep(0.01)
 
     bench(work)
+
+
+# ---- Limit of open files, and the order in which connections are read.
+
+WANTED = 1 << 16
+ANY = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked"),
+    [
+        ((1024, 4096), [(4096, 4096)]),
+        ((1024, 1 << 20), [(WANTED, 1 << 20)]),
+        ((256, ANY), [(WANTED, ANY)]),
+        ((4096, 4096), []),
+        ((1 << 20, 1 << 20), []),
+        ((ANY, ANY), []),
+    ],
+)
+def test_open_files(limits: tuple[int, int], asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, wanted: calls.append(wanted))
+    server._allow_many_connections()
+    assert calls == asked
+
+
+@pytest.mark.parametrize("error", [ValueError("current limit exceeds maximum limit"), OSError(22, "Invalid argument")])
+def test_a_system_may_refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kind: int, wanted: tuple[int, int]) -> None:
+        raise error
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, ANY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    server._allow_many_connections()
+
+
+def test_one_callback_runs_per_iteration_of_the_event_loop() -> None:
+    turns, called = Turns(), []
+
+    async def run() -> list[int]:
+        for number in range(3):
+            turns.add(lambda number=number: called.append(number))
+        turns.add(lambda: turns.add(lambda: called.append(9)))
+        counts = []
+        for _ in range(6):
+            counts.append(len(called))
+            await asyncio.sleep(0)
+        return counts
+
+    assert asyncio.run(run()) == [0, 1, 2, 3, 3, 4]
+    assert called == [0, 1, 2, 9]

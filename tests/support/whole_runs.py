@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gecko.train import Run, TrainResult
+from gecko.train import Run, TrainResult, train
 from gecko.train.finish import REPORT, RunFacts
 from gecko.train.metrics import read_metrics
 from gecko.train.step import SpikeRule, Verdict
@@ -64,6 +64,13 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], No
         original(self)
 
     monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+def killed(step: int, run: Run, **options: Any) -> None:
+    """Train the run until it ends inside the given step as a kill would end it, without a save."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(step, patch, die)
+        train(run, **options)
 
 
 def skip(steps: set[int], monkeypatch: pytest.MonkeyPatch, cause: str = "a spike") -> None:

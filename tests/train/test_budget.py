@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.corpora import BYTE_MODEL
-from support.whole_runs import curve, die, everything, plain_report, same_end, stop_after
+from support.whole_runs import curve, everything, killed, plain_report, same_end
 from train.conftest import small
 
 from gecko.train import (
@@ -99,25 +99,22 @@ def test_a_run_that_follows_the_clock_uses_the_time_and_no_more(
 
 
 @pytest.mark.parametrize(
-    ("killed", "machine"),
+    ("moment", "machine"),
     [("in the warm-up", "slow"), ("before", "first slow"), ("between", "slow"), ("after", "slow")],
 )
 def test_a_run_that_follows_the_clock_resumes_exactly(
-    run_in: Callable[[str], Run], steady: tuple[TrainResult, float], monkeypatch: pytest.MonkeyPatch, killed: str,
-    machine: str,
-) -> None:  # fmt: skip
+    run_in: Callable[[str], Run], steady: tuple[TrainResult, float], moment: str, machine: str
+) -> None:
     """The result is that of a run whose steps are given. What was decided before a kill is kept after it, whatever the
     clock of the next machine says; what was not is decided by that clock and the time that was already used."""
     first, _ = steady
     decided = first.step - (first.run.schedule.decay_steps or 0)
     steps = {"in the warm-up": 6, "before": decided - 6, "between": decided + 1, "after": decided + 6}
     run = timed(run_in("killed"))
-    stop_after(steps[killed], monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run, now=Ticks(MACHINES["steady"]))
+    killed(steps[moment], run, now=Ticks(MACHINES["steady"]))
     clock = Ticks(MACHINES[machine])
     resumed = train(run, resume=True, now=clock)
-    if killed in ("between", "after"):
+    if moment in ("between", "after"):
         assert resumed.run.steps == first.run.steps
         assert same_end(resumed, first) and curve(run) == curve(first.run)
     given = train(replace(resumed.run, output=str(run_in("given").folder)))
@@ -139,27 +136,21 @@ def test_before_the_decay_no_rate_depends_on_the_number_of_steps(run_in: Callabl
 
 
 def test_a_resumed_run_counts_the_time_of_its_earlier_sessions(
-    run_in: Callable[[str], Run], steady: tuple[TrainResult, float], monkeypatch: pytest.MonkeyPatch
+    run_in: Callable[[str], Run], steady: tuple[TrainResult, float]
 ) -> None:
     run = timed(run_in("stopped"))
     for step in (9, 15):
         clock = Ticks(MACHINES["steady"])
-        stop_after(step, monkeypatch, die)
-        with pytest.raises(KeyboardInterrupt):
-            train(run, resume=True, now=clock)
+        killed(step, run, resume=True, now=clock)
     used = read_trainer_state(run.folder / "checkpoints" / "step-00000010").elapsed
     clock = Ticks(MACHINES["steady"])
     assert train(run, resume=True, now=clock).step < steady[0].step
     assert clock.seconds + used < 180
 
 
-def test_another_schedule_does_not_follow_a_clock_that_was_begun(
-    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_schedule_does_not_follow_a_clock_that_was_begun(run_in: Callable[[str], Run]) -> None:
     run = timed(run_in("stopped"))
-    stop_after(12, monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run, now=Ticks(MACHINES["steady"]))
+    killed(12, run, now=Ticks(MACHINES["steady"]))
     cosine = replace(run, schedule=replace(run.schedule, kind="cosine"), overrides=("schedule.kind=cosine",))
     with pytest.raises(ValueError, match=r"schedule\.kind must be wsd .* got cosine\. Set steps="):
         train(cosine, resume=True)
@@ -178,9 +169,7 @@ def test_long_evaluations_get_fewer_rows(
         run, minutes=2, schedule=replace(run.schedule, kind=kind), sample=replace(run.sample, tokens=800),
         evaluation=EvaluationSettings(every=5, rows=40, final_rows=1000),
     )  # fmt: skip
-    stop_after(5, monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run, now=Ticks(MACHINES["steady"]))
+    killed(5, run, now=Ticks(MACHINES["steady"]))
     result = train(run, resume=True, now=Ticks(MACHINES["steady"]))
     assert result.run.evaluation == EvaluationSettings(every=5, rows=2, final_rows=6)
     assert result.run.sample.tokens == 24
@@ -218,10 +207,7 @@ def test_killed_before_its_first_checkpoint_a_run_keeps_its_measured_steps(
     run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(cosine(run_in("killed")), steps=None, minutes=0.2)
-    stop_after(1, monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run, now=quick())
-    monkeypatch.undo()
+    killed(1, run, now=quick())
     found = Run.load(run.folder / "recipe.json").steps
     monkeypatch.setattr("gecko.train.session.measured", lambda *_, **__: pytest.fail("it was measured again"))
     assert train(run, resume=True).step == found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from support.whole_runs import curve, die, same_end, stop_after
+from support.whole_runs import curve, killed, same_end
 
 from gecko.data import Batch
 from gecko.models import LlamaConfig
@@ -72,14 +72,10 @@ def test_the_state_changes_the_losses(carrying: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_killed_and_resumed_is_uninterrupted(
-    carrying: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, parts: int
-) -> None:
+def test_killed_and_resumed_is_uninterrupted(carrying: Callable[..., Run], parts: int) -> None:
     whole = train(carrying("whole", gradient_accumulation_steps=parts))
     run = carrying("killed", gradient_accumulation_steps=parts)
-    stop_after(7, monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run)
+    killed(7, run)
     resumed = train(run, resume=True)
     assert same_end(whole, resumed)
     assert curve(run) == curve(whole.run)
@@ -88,14 +84,10 @@ def test_killed_and_resumed_is_uninterrupted(
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_resumed_with_other_parts_has_the_same_losses(
-    carrying: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_with_other_parts_has_the_same_losses(carrying: Callable[..., Run]) -> None:
     whole = train(carrying("whole"))
     run = carrying("killed")
-    stop_after(7, monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run)
+    killed(7, run)
     resumed = train(replace(run, gradient_accumulation_steps=2), resume=True)
     losses = [[record["loss"] for record in curve(result.run) if "loss" in record] for result in (whole, resumed)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

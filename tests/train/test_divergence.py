@@ -1,20 +1,32 @@
-"""A divergence destroys no good checkpoint, and the advice in its error message works."""
+"""Divergence, spikes and non-finite values."""
 
 from __future__ import annotations
 
+import math
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from support.whole_runs import die, skip, stop_after
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.whole_runs import curve, killed, skip, stop_after
+from torch import Tensor, nn
 
 from gecko.io.checkpoints import list_checkpoints, verify_files
-from gecko.train import CheckpointSettings, NonFiniteError, Run, TrainResult, train, trainer
+from gecko.train import CheckpointSettings, NonFiniteError, Run, SkipSettings, TrainResult, train, trainer
 from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.content import lowest_loss
-from gecko.train.step import SpikeRule
+from gecko.train.health import find_nonfinite
+from gecko.train.step import SpikeRule, StepResult, Verdict
+from gecko.train.trainer import Trainer
+
+# ---- A divergence destroys no good checkpoint, and the advice in its error message works.
 
 
 def with_rate(run: Run, rate: float) -> Run:
@@ -110,9 +122,7 @@ def test_the_only_checkpoint_is_not_set_aside(small_run: Run) -> None:
 def test_killed_in_a_streak_the_checkpoint_before_it_is_there(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run = replace(small_run, steps=20, checkpoint=CheckpointSettings(every=2, keep=1))
     skip(set(range(7, 15)), monkeypatch)
-    stop_after(14, monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run)
+    killed(14, run)
     assert checkpoints(run) == [4, 6]
 
 
@@ -161,3 +171,199 @@ def test_a_checkpoint_without_losses_is_never_the_best(small_run: Run) -> None:
     (middle / "trainer.json").write_text('{"step": 8}')
     assert lowest_loss([newest, middle, oldest]) == oldest
     assert lowest_loss([newest, middle]) == newest
+
+
+# ---- The spike rule is a pure function of the steps before, so an interruption does not change it.
+
+SETTINGS = SkipSettings(deviations=6.0, window=32)
+steady = st.lists(st.tuples(st.floats(2.0, 3.0), st.floats(0.5, 1.5)), min_size=16, max_size=80)
+
+
+def judge(rule: SpikeRule, loss: float, norm: float) -> str | None:
+    """Return why a step is a spike, or None if it is not. The host releases the rule at once."""
+    verdict = rule.judge(*torch.tensor([loss, norm], dtype=torch.float64))
+    rule.release()
+    return rule.record(StepResult(loss, norm, Verdict(int(verdict))))
+
+
+@given(steady)
+def test_steps_like_those_before_are_taken(steps: list[tuple[float, float]]) -> None:
+    """None of 32 values in an interval is more than √31 standard deviations from their mean."""
+    rule = SpikeRule(SkipSettings(deviations=math.sqrt(80), window=80), [2.0, 3.0], [0.5, 1.5])
+    steps = [*steps[:2], *steps]
+    assert [judge(rule, *step) for step in steps] == [None] * len(steps)
+
+
+@given(steady, st.sampled_from(["loss", "gradient norm"]))
+def test_what_stands_out_by_either_number_is_a_spike(steps: list[tuple[float, float]], which: str) -> None:
+    rule = SpikeRule(SETTINGS)
+    for step in steps:
+        judge(rule, *step)
+    found = judge(rule, 100.0, 1.0) if which == "loss" else judge(rule, 2.5, 100.0)
+    assert found is not None and found.startswith(f"the {which} 100 is more than 6 standard deviations")
+
+
+@given(steady)
+def test_low_is_never_a_spike(steps: list[tuple[float, float]]) -> None:
+    rule = SpikeRule(SETTINGS)
+    for step in steps:
+        judge(rule, *step)
+    assert judge(rule, -1000.0, 0.0) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=100), st.integers(0, 100))
+def test_a_rule_goes_on_from_what_it_remembered(steps: list[tuple[float, float]], cut: int) -> None:
+    whole, first = SpikeRule(SETTINGS), SpikeRule(SETTINGS)
+    expected = [judge(whole, *step) for step in steps]
+    got = [judge(first, *step) for step in steps[:cut]]
+    second = SpikeRule(SETTINGS, tuple(first.losses), tuple(first.grad_norms))
+    assert [*got, *(judge(second, *step) for step in steps[cut:])] == expected
+
+
+@given(steady, st.sampled_from([(100.0, 1.0), (2.5, 100.0)]))
+def test_a_resumed_rule_still_knows_a_spike(steps: list[tuple[float, float]], spike: tuple[float, float]) -> None:
+    whole = SpikeRule(SETTINGS)
+    for step in steps:
+        judge(whole, *step)
+    resumed = SpikeRule(SETTINGS, tuple(whole.losses), tuple(whole.grad_norms))
+    found = judge(resumed, *spike)
+    assert found is not None and found == judge(whole, *spike)
+
+
+def test_nothing_is_a_spike_without_enough_steps_before() -> None:
+    rule = SpikeRule(SETTINGS)
+    assert [judge(rule, loss, 1.0) for loss in [1.0, 1e9] * 8] == [None] * 16
+
+
+def test_a_loss_that_moved_for_good_is_accepted_in_the_end() -> None:
+    rule = SpikeRule(SETTINGS)
+    for loss in np.linspace(2, 2.1, 32):
+        judge(rule, float(loss), 1.0)
+    skipped = [judge(rule, 5.0, 1.0) is not None for _ in range(10)]
+    assert skipped[0] and not skipped[-1]
+
+
+def test_none_turns_the_rule_off() -> None:
+    rule = SpikeRule(SkipSettings(deviations=None))
+    assert not any(judge(rule, loss, 1.0) for loss in [1.0, 1.1] * 100 + [1e9])
+
+
+@pytest.mark.parametrize("loss", [2.0, 3.0])
+def test_a_window_of_one_value_has_no_deviation_to_exceed(loss: float) -> None:
+    rule = SpikeRule(SETTINGS)
+    for _ in range(32):
+        judge(rule, 2.0, 1.0)
+    assert (judge(rule, loss, 1.0) is None) is (loss == 2.0)
+
+
+# ---- The origin of a non-finite value is found, and its step is skipped.
+
+
+class Bad(nn.Module):
+    """Identity that adds a number, in the forward or in the backward pass."""
+
+    def __init__(self, forward: float = 0.0, backward: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.forward_extra, self.backward_extra = forward, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight + self.forward_extra
+        y.register_hook(lambda grad: grad + self.backward_extra)
+        return y
+
+
+def chain(**positions: Bad) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Return the modules Linear, a, Linear, b, Linear, and a function that computes loss and gradients."""
+    torch.manual_seed(0)
+    names: dict[str, nn.Module] = {"first": nn.Linear(4, 4), "a": Bad(), "middle": nn.Linear(4, 4), "b": Bad()}
+    model = nn.Sequential()
+    for name, module in {**names, **positions, "last": nn.Linear(4, 4)}.items():
+        model.add_module(name, module)
+
+    def compute() -> Tensor:
+        loss: Tensor = model(torch.ones(2, 4)).square().mean()
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    return model, compute
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_first_module_is_named(name: str, value: float) -> None:
+    model, compute = chain(**{name: Bad(forward=value)})
+    assert find_nonfinite(model, compute) == f"the output of {name} (Bad) is not finite"
+
+
+def test_of_two_the_first_in_the_forward_pass_is_named() -> None:
+    model, compute = chain(a=Bad(forward=float("inf")), b=Bad(forward=float("nan")))
+    assert "output of a " in find_nonfinite(model, compute)
+
+
+def test_a_gradient_is_named_by_its_parameter_in_backward_order() -> None:
+    model, compute = chain(b=Bad(backward=float("nan")))
+    assert find_nonfinite(model, compute) == "the gradient of b.weight is not finite"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_parameter_is_named_before_what_it_spoils() -> None:
+    model, compute = chain()
+    with torch.no_grad():
+        model.get_parameter("middle.bias")[0] = float("nan")
+    assert find_nonfinite(model, compute) == "the parameter middle.bias is not finite"
+
+
+def test_a_loss_alone_is_named() -> None:
+    model, compute = chain()
+    assert "loss" in find_nonfinite(model, lambda: compute() * float("nan"))
+
+
+def test_no_hook_stays_behind() -> None:
+    model, compute = chain(a=Bad(forward=float("nan")))
+    find_nonfinite(model, compute)
+    hooks: list[Any] = [module._forward_hooks for module in model.modules()]
+    assert not any(hooks)
+
+
+def test_only_skips_in_a_row_count(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips before a checkpoint count too: the first session is stopped in step 4, which is skipped."""
+    skip({1, 2, 4, 5, 6}, monkeypatch, "the cause")
+    run = replace(small_run, max_skips=3)
+    stop_after(4, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
+    assert train(run).step == 4
+    with pytest.raises(NonFiniteError, match=r"steps 4 to 6 .*max_skips=3.*the cause"):
+        train(run, resume=True)
+
+
+def poison(model: Any, steps: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one module return NaN in the given steps."""
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        module = self.model.blocks[1].feed_forward.fc2  # type: ignore[union-attr]
+        hook = module.register_forward_hook(lambda m, i, out: out * float("nan"))
+        if self.next_step not in steps:
+            hook.remove()
+        original(self)
+        hook.remove()
+
+    monkeypatch.setattr(Trainer, "_step", stepping)
+
+
+def test_a_non_finite_step_is_named_and_skipped(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(small_run, range(3, 5), monkeypatch)
+    result = train(replace(small_run, max_skips=3))
+    skipped = {record["step"]: record for record in curve(small_run) if "skipped" in record}
+    assert list(skipped) == [3, 4]
+    assert skipped[3]["loss"] is None
+    assert "blocks.1.feed_forward.fc2" in skipped[3]["skipped"]
+    assert result.finished
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(result.checkpoint / "model.safetensors").values())
+
+
+def test_too_many_in_a_row_end_the_run_and_keep_the_checkpoint(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(small_run, range(6, 100), monkeypatch)
+    with pytest.raises(NonFiniteError, match=r"steps 6 to 8 .*blocks\.1\.feed_forward\.fc2.*--resume"):
+        train(replace(small_run, max_skips=3))
+    assert [path.name for path in (small_run.folder / "checkpoints").iterdir()] == ["step-00000004"]

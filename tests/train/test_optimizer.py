@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.cases import LLAMA, SMALL
-from support.whole_runs import curve, die, same_end, stop_after
+from support.whole_runs import curve, killed, same_end
 from torch import nn
 
 from gecko.config import GeckoConfig
@@ -186,14 +186,10 @@ def test_rates_of_a_wider_model_follow_the_width(name: str) -> None:
         assert group["lr"] * group["weight_decay"] == pytest.approx(0.15)
 
 
-def test_a_run_with_muon_learns_and_resumes_exactly(
-    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_muon_learns_and_resumes_exactly(run_in: Callable[[str], Run]) -> None:
     whole = train(replace(run_in("whole"), optimizer=MUON))
     run = replace(run_in("killed"), optimizer=MUON)
-    stop_after(7, monkeypatch, die)
-    with pytest.raises(KeyboardInterrupt):
-        train(run)
+    killed(7, run)
     assert same_end(whole, train(run, resume=True))
     losses = [record["loss"] for record in curve(run) if record["kind"] == "train"]
     assert losses == [record["loss"] for record in curve(whole.run) if record["kind"] == "train"]

@@ -1,21 +1,32 @@
-"""One optimizer step: gradient accumulation, clipping, precision."""
+"""One optimizer step, its learning rate and the size of its batch."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+from support import whole_runs
 from support.corpora import BYTE_MODEL
+from support.whole_runs import killed, same_end
 from torch import Tensor
 
 from gecko.data import IGNORED, Batch
 from gecko.models.gecko import Gecko
+from gecko.parallel.mesh import Ranks
+from gecko.train import Run, ScheduleSettings, train
+from gecko.train.data import batch_of_step, load_data
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
-from gecko.train.step import compute_gradients, split_batch, start_step
+from gecko.train.step import compute_gradients, learning_rate_factor, split_batch, start_step
+
+# ---- One optimizer step: gradient accumulation, clipping, precision.
 
 CPU = torch.device("cpu")
 
@@ -91,3 +102,125 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     model.activation_checkpointing = "full"
     _, recomputed = gradients(model, random_batch(2), 1)
     torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
+
+
+# ---- Learning rate over a run: bounds, shape and end of both schedules. Growth of batches over the first steps.
+
+fractions = st.floats(0, 0.5)
+kinds = st.sampled_from(["cosine", "wsd"])
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> ScheduleSettings:
+    return ScheduleSettings(draw(kinds), warmup=draw(fractions), decay=draw(fractions), final=draw(fractions))
+
+
+def curve(schedule: ScheduleSettings, steps: int) -> list[float]:
+    return [learning_rate_factor(schedule, step, steps) for step in range(steps)]
+
+
+@given(schedules(), st.integers(1, 300))
+def test_climbs_to_one_then_never_rises(schedule: ScheduleSettings, steps: int) -> None:
+    factors = curve(schedule, steps)
+    warmup = round(schedule.warmup * steps)
+    assert all(0 < factor <= 1 for factor in factors if schedule.final > 0)
+    assert factors[:warmup] == pytest.approx([(step + 1) / warmup for step in range(warmup)])
+    assert all(later <= earlier for earlier, later in zip(factors[warmup:], factors[warmup + 1 :], strict=False))
+    if warmup < steps:
+        assert max(factors) == pytest.approx(1)
+
+
+@given(schedules())
+def test_ends_near_the_final_factor(schedule: ScheduleSettings) -> None:
+    steps = 10_000
+    last = learning_rate_factor(schedule, steps - 1, steps)
+    if schedule.kind == "cosine" or schedule.decay * steps > 1000:
+        assert last == pytest.approx(schedule.final, abs=2e-3)
+
+
+def test_wsd_is_flat_between_warmup_and_decay() -> None:
+    factors = curve(ScheduleSettings("wsd", warmup=0.1, decay=0.2, final=0.0), 100)
+    assert factors[10:81] == [1.0] * 71
+    assert factors[90] == pytest.approx(0.5)
+
+
+def test_cosine_is_half_way_in_the_middle() -> None:
+    factors = curve(ScheduleSettings("cosine", warmup=0.0, final=0.2), 100)
+    assert factors[50] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("step", [-1, 10])
+def test_step_outside_the_run_is_refused(step: int) -> None:
+    with pytest.raises(ValueError, match=r"0\.\.9"):
+        learning_rate_factor(ScheduleSettings(), step, 10)
+
+
+@st.composite
+def growing_runs(draw: st.DrawFn) -> tuple[ScheduleSettings, int, int]:
+    """Return a schedule, the final batch size and the final sequence length."""
+    first_rows, first_length = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    schedule = ScheduleSettings(
+        initial_batch_size=first_rows,
+        batch_size_steps=draw(st.integers(0, 40)),
+        initial_sequence_length=first_length,
+        sequence_length_steps=draw(st.integers(0, 40)),
+    )
+    return schedule, first_rows << draw(st.integers(0, 5)), first_length << draw(st.integers(0, 5))
+
+
+@given(growing_runs())
+def test_batches_double_until_they_are_full(given_run: tuple[ScheduleSettings, int, int]) -> None:
+    schedule, rows, length = given_run
+    before = [schedule.rows_before(rows, step) for step in range(60)]
+    sizes = [after - earlier for earlier, after in itertools.pairwise(before)]
+    lengths_of_rows = [schedule.length_at(length, step) for step in range(60)]
+    assert before[0] == 0
+    for values, first, last, over in (
+        (sizes, schedule.initial_batch_size, rows, schedule.batch_size_steps),
+        (lengths_of_rows, schedule.initial_sequence_length, length, schedule.sequence_length_steps),
+    ):
+        assert first is not None and values[0] == (first if over else last)
+        assert all(value == last for value in values[over:])
+        assert over == 0 or first == last or values[over - 1] < last
+        assert all(later % earlier == 0 for earlier, later in itertools.pairwise(values))
+    assert all(size == rows for size in sizes[schedule.first_full_step :])
+
+
+def growing(run: Run) -> Run:
+    """Return the run with batches of 1, 2 and 4 rows, of 6, 12 and 24 tokens."""
+    schedule = replace(
+        run.schedule,
+        initial_batch_size=1,
+        batch_size_steps=4,
+        initial_sequence_length=6,
+        sequence_length_steps=6,
+    )
+    return replace(run, batch_size=4, schedule=schedule)
+
+
+def test_growing_batches_read_the_same_rows_once(small_run: Run) -> None:
+    """The tokens of all steps are those of all rows, one after the other."""
+    run = growing(small_run)
+    rows = load_data(run, Ranks(), Console(quiet=True)).rows
+    batches = [batch_of_step(run, rows, step, Ranks()) for step in range(8)]
+    shapes = [tuple(batch.tokens.shape) for batch in batches]
+    assert shapes == [(4, 6), (4, 6), (8, 6), (4, 12), (8, 12), (8, 12), (4, 24), (4, 24)]
+    whole = rows(range(run.rows_before(8)))
+    for name in ("tokens", "targets", "segment_ids"):
+        read = torch.cat([getattr(batch, name).flatten() for batch in batches])
+        assert torch.equal(read, getattr(whole, name).flatten())
+
+
+def test_a_run_with_growing_batches_resumes_exactly(run_in: Callable[[str], Run]) -> None:
+    whole, run = train(growing(run_in("whole"))), growing(run_in("stopped"))
+    killed(6, run)
+    assert same_end(whole, train(run, resume=True))
+    assert whole_runs.curve(run) == whole_runs.curve(whole.run)
+    with pytest.raises(ValueError, match=r"schedule\.batch_size_steps must be what the checkpoint was trained with"):
+        train(replace(run, schedule=replace(run.schedule, batch_size_steps=5)), resume=True)
+
+
+@pytest.mark.parametrize(("first", "advice"), [(3, "=2"), (5, "=4"), (16, "=8")])
+def test_a_first_batch_that_does_not_double_to_the_last_is_refused(small_run: Run, first: int, advice: str) -> None:
+    with pytest.raises(ValueError, match=f"divided by a power of two.*got {first} and 8.*initial_batch_size{advice}"):
+        replace(small_run, batch_size=8, schedule=ScheduleSettings(initial_batch_size=first))
