@@ -1,45 +1,28 @@
 """Accuracy of the working memory alone, and of small models that are trained on synthetic tasks with it.
 
-    python benchmarks/diagnostics.py resolution      # the operator alone, without training
-    python benchmarks/diagnostics.py train           # gecko eval diagnose, for every case without a result
-    python benchmarks/diagnostics.py page            # results/evidence/diagnose/README.md from the results
-
-``train`` can be interrupted and continues with the next case; ``--minutes`` is the time after which no case starts.
+``benchmarks/evidence.py --write`` makes results/evidence/diagnose/README.md of the results. The models are trained by
+the commands of ``gecko eval diagnose`` in results.csv; this script measured the operator alone until 02a1795.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
-import os
-import shlex
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import kept
-import torch
-from torch import Tensor
 
-from gecko.cli import app
-from gecko.eval.results import Interval, Results, Score, share, wilson
-from gecko.ops.working_memory import working_memory
+from gecko.eval.results import Interval, wilson
 
 FOLDER = kept.FOLDER / "diagnose"
 RESOLUTION = "diagnose/resolution"
 
 # The operator alone.
-Rule = Literal["adaptive", "linear"]
-RULES: tuple[Rule, ...] = ("adaptive", "linear")
+RULES = ("adaptive", "linear")
 KEY_DIMS = (8, 32, 128, 256)
 LENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Euclidean lengths of a key; the keys of a new model have length 1 in every head of any width."""
-ROWS, ROWS_AT_ONCE = 128, 32
-TOKENS, CHUNK, PAIRS, VALUES = 128, 16, 4, 32
+TOKENS, CHUNK, PAIRS = 128, 16, 4
 
 # Training.
 COMMON = (
@@ -90,12 +73,6 @@ class Case:
         settings = (change.removeprefix("model.").removeprefix("size.") for change in self.changes)
         return f"diagnose/{'-'.join([self.task, *settings, str(self.seed)]).replace('=', '-')}"
 
-    def command(self) -> list[str]:
-        changes = (*self.changes, f"seed={self.seed}")
-        changed = {change.partition("=")[0] for change in changes}
-        kept = (setting for setting in COMMON if setting.partition("=")[0] not in changed)
-        return ["eval", "diagnose", self.task, *kept, *changes, "--out", "result.json", "--device", "cpu"]
-
 
 def cases() -> Iterator[Case]:
     """Yield the cases, the most informative ones first."""
@@ -115,80 +92,12 @@ def cases() -> Iterator[Case]:
             yield from (Case(task, (*changes, *longer), 0) for changes in (MEMORIES[0], MEMORIES[1], MEMORIES[-1]))
 
 
-def train(minutes: float) -> None:
-    """Train the cases in this process: starting a process takes as long as some cases."""
-    torch.set_num_threads(1)
-    begin = time.monotonic()
-    os.chdir(tempfile.mkdtemp())
-    for case in cases():
-        if kept.has(case.name):
-            continue
-        if time.monotonic() - begin > 60 * minutes:
-            break
-        print(shlex.join(["gecko", *case.command()]), flush=True)
-        sys.argv = ["gecko", *case.command()]
-        app(case.command(), standalone_mode=False)
-        kept.keep(case.name, Path("result.json"))
-        Path("result.json").unlink()
-
-
-def resolution() -> None:
-    """Measure, by key length, how often a query that equals a stored key reads the value of that key."""
-    torch.set_num_threads(1)
-    scores = []
-    for rule in RULES:
-        for key_dim in KEY_DIMS:
-            for length in LENGTHS:
-                scores += _resolution(rule, key_dim, length)
-                print(scores[-2].where, f"{scores[-2].value:.3f}, spread {scores[-1].value:.3f}", flush=True)
-    settings = {"tokens": TOKENS, "chunk": CHUNK, "pairs": PAIRS, "values": VALUES, "guessing": 1 / PAIRS}
-    command = "python benchmarks/diagnostics.py resolution"
-    kept.keep_results(RESOLUTION, Results("resolution", scores, settings, 0), command, {"name": "working_memory"})
-
-
-def _resolution(rule: Rule, key_dim: int, length: float) -> list[Score]:
-    """Return the accuracy, and the spread of what tokens read relative to its mean."""
-    where = {"rule": rule, "key_dim": key_dim, "length": length}
-    generator = torch.Generator().manual_seed(0)
-    hits: list[bool] = []
-    spreads = []
-    for _ in range(ROWS // ROWS_AT_ONCE):
-        keys, values, kept = _rows(key_dim, length, generator)
-        one_hot = torch.nn.functional.one_hot(values, VALUES).float()
-        read, _state = working_memory(keys[:, None], keys[:, None], one_hot[:, None], CHUNK, rule=rule)
-        last = read[:, 0, -CHUNK:]
-        spreads.append(float((last.std(1).square().sum(-1) / last.mean(1).square().sum(-1)).sqrt().mean()))
-        # The mean of what all tokens read says nothing about a single token.
-        told = (last - last.mean(1, keepdim=True))[:, -PAIRS:]
-        best = told.gather(2, kept[:, None].expand(-1, PAIRS, -1)).argmax(-1)
-        hits += (best == torch.arange(PAIRS)).flatten().tolist()
-    accuracy, interval = share(hits)
-    spread = sum(spreads) / len(spreads)
-    return [
-        Score("accuracy", accuracy, len(hits), "answers", interval, where),
-        Score("spread", spread, ROWS, "rows", None, where),
-    ]
-
-
-def _rows(key_dim: int, length: float, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys (B, T, key_dim) and values (B, T) of random tokens, and values (B, PAIRS) to recall. These are stored
-    at odd places of the first chunk, and the last tokens have the same keys."""
-    keys = torch.randn(ROWS_AT_ONCE, TOKENS, key_dim, generator=generator)
-    keys *= length / math.sqrt(key_dim) / keys.square().mean(-1, keepdim=True).sqrt()
-    values = torch.randint(VALUES, (ROWS_AT_ONCE, TOKENS), generator=generator)
-    kept = torch.rand(ROWS_AT_ONCE, VALUES, generator=generator).argsort(1)[:, :PAIRS]
-    stored = 2 * torch.arange(PAIRS) + 1
-    values[:, stored] = kept
-    keys[:, -PAIRS:] = keys[:, stored]
-    return keys, values, kept
-
-
 def page() -> str:
     """Return the results as Markdown tables."""
     lines = [
         "# Synthetic tasks, and what the memory tells apart",
         "",
-        "Made by `python benchmarks/diagnostics.py page` of `../scores.csv.gz`; `../results.csv` has commands, "
+        "Made by `python benchmarks/evidence.py --write` of `../scores.csv.gz`; `../results.csv` has commands, "
         "hardware and versions. Intervals: Wilson, 95 %, of the answers of the runs named; runs differ by more.",
         "",
     ]
@@ -270,22 +179,3 @@ def beyond_window(record: Mapping[str, Any]) -> float:
         one for one in record["scores"] if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")
     ]
     return sum(one["value"] * one["n"] for one in scores) / sum(one["n"] for one in scores)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("resolution", "train", "page"))
-    parser.add_argument("--minutes", type=float, default=math.inf, help="train: begin no case after so many")
-    arguments = parser.parse_args()
-    if arguments.part == "resolution":
-        resolution()
-    elif arguments.part == "train":
-        train(arguments.minutes)
-    else:
-        text = page()
-        (FOLDER / "README.md").write_text(text, encoding="utf-8")
-        print(text)
-
-
-if __name__ == "__main__":
-    main()

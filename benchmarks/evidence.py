@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import capacity
+import diagnostics
 import kept
 import ladder
 import long_context
@@ -20,7 +22,6 @@ import memory_forms
 import numpy as np
 import order_by_size
 import retrieval
-from diagnostics import beyond_window
 
 from gecko.eval.results import wilson
 
@@ -77,6 +78,31 @@ def gated(size: str) -> Row:
     if min(ended) < seeds:
         return claim, text, f"open: {sum(seeds - count for count in ended)} of {seeds * len(ended)} runs are missing"
     return claim, text, _verdict(found[1] > ladder.MARGIN)
+
+
+def signs() -> Row:
+    """Holds if a two-sided sign test over all sizes and seeds is below 0.05; five pairs cannot reach that."""
+    ahead, runs, p = ladder.signs()
+    claim = "Gecko is ahead of Megalodon with SwiGLU, over all sizes and seeds"
+    text = f"ahead in {ahead} of n = {runs} pairs of runs of one size and seed; sign test, two-sided, p = {p:.2g}"
+    small = f"open: {runs} pairs are too few" if 2 ** (1 - runs) >= 0.05 else "not shown"
+    return claim, text, small if p >= 0.05 else _verdict(2 * ahead > runs)
+
+
+def rules() -> Row:
+    """Holds if the whole interval over the cells of the grid is beyond the margin that ``capacity.py`` states."""
+    claim = "The adaptive memory recalls more pairs beyond the window than the linear one"
+    found, cells = capacity.difference(capacity.PAPER, capacity.LINEAR), len(capacity.PAIRS) * len(capacity.WIDTHS)
+    if found is None:
+        return claim, "not run", "open"
+    more, less, tested = capacity.differing(capacity.PAPER, capacity.LINEAR)
+    text = (
+        f"share of the pairs recalled, less the linear rule's, over {found[3]} cells of pairs and key width: "
+        f"{_shown(*found[:3])}; of {tested} cells with three seeds of both, beyond {capacity.MARGIN} more in {more}, "
+        f"less in {less}"
+    )
+    verdict = _verdict(found[1] > capacity.MARGIN)
+    return claim, text, verdict if found[3] == cells else f"open: {cells - found[3]} cells are missing"
 
 
 def _budgets() -> str:
@@ -146,7 +172,7 @@ def recall() -> Row:
 
 
 def _recall(memory: str, seeds: range) -> list[float]:
-    return [beyond_window(kept.read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
+    return [diagnostics.beyond_window(kept.read(RECALL.format(memory=memory, seed=seed))) for seed in seeds]
 
 
 def _listed(values: list[float]) -> str:
@@ -247,29 +273,38 @@ def _by_keys(long: bool, short: bool) -> str:
     return "holds" if short else "holds with longer keys" if long else "does not hold"
 
 
-CLAIMS: tuple[Callable[[], Row], ...] = (order, parts, borders, long_texts, recall, needles, cost_of_keys, forms)
+CLAIMS: tuple[Callable[[], Row], ...] = (
+    order, parts, borders, long_texts, recall, rules, needles, cost_of_keys, forms,
+)  # fmt: skip
 
 
 def table() -> str:
-    rows = [*map(gated, ladder.SIZES), *(claim() for claim in CLAIMS), *far_past()]
+    rows = [*map(gated, ladder.SIZES), signs(), *(claim() for claim in CLAIMS), *far_past()]
     lines = (f"| {claim} | {evidence} | **{verdict}** |" for claim, evidence, verdict in rows)
     return "\n".join(["| claim | evidence | verdict |", "|---|---|---|", *lines]) + "\n"
+
+
+def marked() -> Iterator[tuple[str, str, str]]:
+    """Yield the parts of the page that are made here, each between its marks."""
+    yield BEGIN, table(), END
+    yield from ((part.BEGIN, part.page(), part.END) for part in (ladder, capacity))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/evidence.md")
     arguments = parser.parse_args()
-    found = table()
-    print(found)
+    parts = list(marked())
+    print(parts[0][1])
     if arguments.write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        before, _, rest = (before + BEGIN + found + END + rest.partition(END)[2]).partition(ladder.BEGIN)
-        shown = ladder.BEGIN + ladder.page() + ladder.END
-        PAGE.write_text(before + shown + rest.partition(ladder.END)[2], encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8")
+        for begin, shown, end in parts:
+            before, _, rest = text.partition(begin)
+            text = before + begin + shown + end + rest.partition(end)[2]
+        PAGE.write_text(text, encoding="utf-8")
         order_by_size.draw()
-        for part in (retrieval, long_context, order_by_size, memory_forms):
-            (part.FOLDER / "README.md").write_text(part.page(), encoding="utf-8")
+        for page in (diagnostics, retrieval, long_context, order_by_size, memory_forms):
+            (page.FOLDER / "README.md").write_text(page.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

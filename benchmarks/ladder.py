@@ -170,9 +170,9 @@ class Table:
         if not path.is_file():
             path.write_text(",".join(columns) + "\n", encoding="utf-8")
 
-    def keys(self) -> set[tuple[str, str, str]]:
+    def rows(self) -> list[dict[str, str]]:
         with self._path.open(encoding="utf-8", newline="") as file:
-            return {(row["rung"], row["seed"], row["rate"]) for row in csv.DictReader(file)}
+            return list(csv.DictReader(file))
 
     def add(self, *values: object) -> None:
         assert len(values) == len(self._columns)
@@ -227,6 +227,19 @@ def contrast(name: str, base: str) -> tuple[float, float, float, int] | None:
     return middle, middle - half, middle + half, len(seeds)
 
 
+def signs() -> tuple[int, int, float]:
+    """Return in how many runs Gecko is ahead of the gated Megalodon of its size and seed, their number, and p.
+
+    p is that of a two-sided sign test. A run is one pair: losses on the novels of one run are not independent.
+    """
+    ahead = []
+    for megalodons, gecko, _ in SIZES.values():
+        one, other = losses_of(tuned(megalodons)), losses_of(gecko)
+        ahead += [np.mean(one[seed]) > np.mean(other[seed]) for seed in sorted(one.keys() & other.keys())]
+    count = sum(map(bool, ahead))
+    return count, len(ahead), float(stats.binomtest(count, len(ahead)).pvalue) if ahead else 1.0
+
+
 def half_width(values: Sequence[float]) -> float:
     """Return half of the 95 % interval of a mean by Student's t; 0 for one value, which has no interval."""
     count = len(values)
@@ -240,7 +253,7 @@ def page() -> str:
         _table("rung", "change", RUNGS),
         *([_table("beside the ladder", "minus Gecko", beside)] if beside else []),
     ]
-    return "\n".join([*tables, _rates()])
+    return "\n".join(["![Change of the loss by rung](pictures/ladder_changes.svg)\n", *tables, _rates()])
 
 
 def _rates() -> str:
@@ -292,7 +305,7 @@ def main() -> None:
     else:
         columns = ("rung", "seed", "rate", "parameters", *TEST, "tuning_novels", "commit", "processor")
         table = Table(given.results / "ladder.csv", columns)
-    ended = table.keys()
+    ended = {(row["rung"], row["seed"], row["rate"]) for row in table.rows()}
     wanted = [one for one in plan(given.rates) if one.model.name in given.only]
     open_ = [one for one in wanted if (one.model.name, str(one.seed), f"{one.rate:g}") not in ended]
     with ThreadPoolExecutor(given.jobs) as pool:

@@ -27,7 +27,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ import kept
 import numpy as np
 import torch
 from measuring import START, find_model
-from memory_reach import with_empty_memory
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -141,6 +140,17 @@ def byte_losses(model: gecko.Gecko, texts: Sequence[Bytes]) -> dict[str, Values]
 
 def _has_memory(model: gecko.Gecko) -> bool:
     return model.config.memory != "none"
+
+
+def with_empty_memory(model: gecko.Gecko, state: GeckoState, rows: Tensor) -> GeckoState:
+    """Return the state with empty memory in the given ``rows`` (B,) bool."""
+    fresh = model.empty_state(state.batch_size)
+    mixers = []
+    for mixer, empty in zip(state.mixers, fresh.mixers, strict=True):
+        if mixer.memory is None or empty.memory is None:
+            raise ValueError("the model must have a working memory; this one has none. Try a Gecko.")
+        mixers.append(replace(mixer, memory=empty.memory.where(rows, mixer.memory)))
+    return replace(state, mixers=tuple(mixers))
 
 
 def _reset(model: gecko.Gecko, state: GeckoState, states: Tensor, memories: Tensor) -> GeckoState:

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/how_it_works.md as SVG files that suit light and dark pages.
+"""Draw the pictures of docs/how_it_works.md and docs/evidence.md as SVG files that suit light and dark pages.
 
     python benchmarks/pictures.py --write  # docs/pictures/*.svg
     python benchmarks/pictures.py          # error if a picture is not what this script draws
@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from xml.sax.saxutils import escape
 
+import capacity
+import ladder
 import torch
 
 import gecko
@@ -25,10 +28,11 @@ PICTURES = ROOT / "docs" / "pictures"
 
 STYLE = """\
 svg { --ground: #ffffff; --ink: #1f2933; --quiet: #6b7785; --line: #c3ccd6; --norm: #eef1f5; --cema: #dcebfb;
-  --attention: #ddf3e4; --memory: #fdebd2; --output: #efe6fb; --gecko: #1b7f4d; --llama: #b4552d }
+  --attention: #ddf3e4; --memory: #fdebd2; --output: #efe6fb; --gecko: #1b7f4d; --llama: #b4552d;
+  --later: #2f6fb4; --delta: #7a4bb3 }
 @media (prefers-color-scheme: dark) { svg { --ground: #161b22; --ink: #e6edf3; --quiet: #9aa7b4; --line: #3d4856;
   --norm: #232b36; --cema: #17324d; --attention: #153a27; --memory: #46310f; --output: #33254d; --gecko: #4cc38a;
-  --llama: #f0936a } }
+  --llama: #f0936a; --later: #79b0ee; --delta: #b79be8 } }
 text { fill: var(--ink); font: 14px system-ui, sans-serif; text-anchor: middle }
 .small { font-size: 12px; fill: var(--quiet) } .title { font-weight: 600 } .left { text-anchor: start }
 .right { text-anchor: end } .flow { fill: none; stroke: var(--quiet); stroke-width: 1.5; marker-end: url(#tip) }
@@ -74,6 +78,9 @@ class Drawing:
     def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
         self._parts.append(f'<line class="grid" x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}"/>')
 
+    def dot(self, x: float, y: float, colour: str) -> None:
+        self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" style="fill:var(--{colour})"/>')
+
     def svg(self) -> str:
         return self._head + "\n".join(self._parts) + "\n</svg>\n"
 
@@ -107,15 +114,8 @@ def layer() -> Drawing:
     picture.box(440, 340, 240, 44, "memory", "working memory", "all chunks before those")
     picture.flow((290, 384), (290, 418))
     picture.flow((560, 384), (560, 442), (442, 442))
-    picture.box(
-        60,
-        420,
-        380,
-        44,
-        "output",
-        "gate × attention + memory + hidden branch",
-        "the first two by a product to the width of x",
-    )
+    joined = "gate × attention + memory + hidden branch", "the first two by a product to the width of x"
+    picture.box(60, 420, 380, 44, "output", *joined)
     picture.flow((235, 464), (235, 492))
     picture.flow((380, 47), (30, 47), (30, 512), (138, 512))
     picture.text(38, 66, "x", "small left")
@@ -139,23 +139,12 @@ def window() -> Drawing:
     picture.text(24, 40, "a text, from its beginning", "small left")
     picture.text(716, 40, "the token that is computed now ↓", "small right")
     picture.flow((324, 104), (324, 150))
-    picture.box(
-        130,
-        152,
-        390,
-        56,
-        "memory",
-        "working memory",
-        "one matrix per head; a delta rule adds every chunk to it",
-    )
+    added = "one matrix per head; a delta rule adds every chunk to it"
+    picture.box(130, 152, 390, 56, "memory", "working memory", added)
     picture.flow((604, 104), (604, 150))
     picture.box(545, 152, 190, 56, "attention", "keys and values", "of two chunks, exactly")
-    picture.text(
-        380,
-        236,
-        "When chunk 101 begins, chunk 99 enters the memory, and chunk 101 takes the place of its keys and values.",
-        "small",
-    )
+    text = "When chunk 101 begins, chunk 99 enters the memory, and chunk 101 takes the place of its keys and values."
+    picture.text(380, 236, text, "small")
     return picture
 
 
@@ -199,6 +188,61 @@ def speed() -> Drawing:
     )  # fmt: skip
 
 
+def ladder_changes() -> Drawing:
+    """What each rung of the ladder changes: a dot with its interval, beside the margin that was stated before."""
+    found = [(model.name, ladder.contrast(model.name, model.base)) for model in ladder.RUNGS[1:]]
+    ends = [abs(end) for _, change in found if change is not None for end in change[1:3]]
+    reach = max([0.01, *ends])
+    picture = Drawing(760, 92 + 32 * len(found), "Change of the loss by each rung from Megalodon to Gecko")
+    picture.text(
+        24, 32, "Change of the loss by each rung, nats per byte; 95 % intervals over seeds or novels", "title left"
+    )
+
+    def place(change: float) -> float:
+        return 490 + 220 * change / reach
+
+    left, right, bottom = place(-ladder.MARGIN), place(ladder.MARGIN), 58 + 32 * len(found)
+    picture.box(left, 50, right - left, bottom - 50, "norm")
+    picture.line(place(0), 50, place(0), bottom)
+    for change in (-reach, -ladder.MARGIN, ladder.MARGIN, reach):
+        picture.text(place(change), bottom + 20, f"{change:+.3f}", "small")
+    for number, (name, change) in enumerate(found):
+        y = 70 + 32 * number
+        picture.text(24, y + 4, name if change else f"{name}: not run", "left")
+        if change is not None:
+            picture.curve([(place(change[1]), y), (place(change[2]), y)], "gecko")
+            picture.dot(place(change[0]), y, "gecko")
+    return picture
+
+
+def memory_capacity() -> Drawing:
+    """Recall of pairs beyond the window by bytes of the memory's matrix, for each form: means over numbers of pairs."""
+    picture = Drawing(760, 340, "Recall of pairs beyond the attention window, by bytes of state")
+    picture.text(
+        24, 32, "Recall beyond the window, mean of 4 to 64 pairs, by bytes of the memory's matrix", "title left"
+    )
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        picture.line(70, 290 - 230 * share, 450, 290 - 230 * share)
+        picture.text(62, 294 - 230 * share, f"{share:g}", "small right")
+    places = {width: 70 + 380 * number / (len(capacity.WIDTHS) - 1) for number, width in enumerate(capacity.WIDTHS)}
+    for width, x in places.items():
+        picture.text(x, 312, number(4.0 * width * capacity.SHAPE["value_dim"]), "small")
+    ends = []
+    for name, form in capacity.FORMS.items():
+        cells = {cell: fmean(seeds.values()) for cell, seeds in capacity.found(name).items()}
+        means = {width: [recall for (_, of), recall in cells.items() if of == width] for width in places}
+        points = [(places[width], 290 - 230 * fmean(values)) for width, values in means.items() if values]
+        if len(points) > 1:
+            picture.curve(points, form.group)
+            ends.append((points[-1][1], points[-1][0], name, form.group))
+    y = 34.0
+    for wanted, x, name, colour in sorted(ends):
+        y = max(wanted, y + 18)
+        picture.curve([(x + 3, wanted), (474, y)], colour)
+        picture.text(480, y + 4, name, "left")
+    return picture
+
+
 def chart(series: dict[tuple[str, str], list[tuple[float, float]]], title: str, description: str) -> Drawing:
     """Draw curves by colour and label over logarithmic axes, marked with powers of two below and of ten at the left."""
     picture = Drawing(760, 340, description)
@@ -236,12 +280,18 @@ def number(value: float) -> str:
     return f"{value / base**power:g}{['', 'K', 'M', 'G', 'T'][power]}"
 
 
+def drawn() -> tuple[Callable[[], Drawing], ...]:
+    """Return the functions of the pictures, whose names are those of the files; without results there is none."""
+    known = (memory_capacity,) if capacity.found(capacity.PAPER) else ()
+    return layer, window, state_size, speed, ladder_changes, *known
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the pictures")
     arguments = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
-    for draw in (layer, window, state_size, speed):
+    for draw in drawn():
         path, svg = PICTURES / f"{draw.__name__}.svg", draw().svg()
         if arguments.write:
             path.write_text(svg, encoding="utf-8")

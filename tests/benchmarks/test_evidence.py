@@ -88,8 +88,23 @@ def test_the_tables_are_small() -> None:
 
 def test_the_table_has_the_numbers_of_the_files() -> None:
     page = evidence.PAGE.read_text(encoding="utf-8")
-    assert evidence.BEGIN + evidence.table() + evidence.END in page, "run: python benchmarks/evidence.py --write"
-    assert ladder.BEGIN + ladder.page() + ladder.END in page, "run: python benchmarks/evidence.py --write"
+    for begin, shown, end in evidence.marked():
+        assert begin + shown + end in page, "run: python benchmarks/evidence.py --write"
+
+
+def test_the_order_is_judged_by_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six pairs of runs that agree are enough for the sign test, and five are not; either sign is told."""
+    monkeypatch.setattr(ladder, "RESULTS", tmp_path)
+    assert ladder.signs() == (0, 0, 1.0) and evidence.signs()[2] == "open: 0 pairs are too few"
+    for gecko, verdict in ((1.0, "holds"), (2.0, "does not hold")):
+        lines = [",".join(("rung", "seed", *ladder.TEST, "tuning_novels"))]
+        for pairs in range(1, 7):
+            for name, loss in ((ladder.GATED, 1.5), (ladder.GECKO, gecko)):
+                lines.append(",".join((name, str(pairs), *(f"{loss + i}" for i in range(len(ladder.TEST))), "1.0")))
+            (tmp_path / "ladder.csv").write_text("\n".join(lines) + "\n")
+            ahead = pairs if gecko == 1.0 else 0
+            assert ladder.signs() == (ahead, pairs, pytest.approx(2 ** (1 - pairs)))
+            assert evidence.signs()[2] == (verdict if pairs == 6 else f"open: {pairs} pairs are too few")
 
 
 @pytest.mark.parametrize("module", [retrieval, long_context, order_by_size, memory_forms, diagnostics])

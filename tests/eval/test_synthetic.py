@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from gecko.config import GeckoConfig
 from gecko.eval.diagnose import SMALL, Diagnosis, diagnose
+from gecko.eval.results import share, share_by_row, wilson
 from gecko.eval.synthetic import TASKS, SyntheticBatch, TaskSize, guessing, hits_by_distance, mqar
 from gecko.ops.loss import IGNORED
 
@@ -227,6 +229,25 @@ def test_training_beats_guessing_and_is_the_same_again() -> None:
     assert again[0] == again[1]
     other = diagnose("mqar", dataclasses.replace(short, seed=1), torch.device("cpu")).details
     assert other != again[0]
+
+
+def test_intervals_are_over_rows_whose_answers_depend_on_each_other() -> None:
+    """In a row all answers are right with a probability of its own: Wilson's interval of the answers is too narrow."""
+    generator, covered = np.random.default_rng(0), np.zeros(2)
+    for _ in range(100):
+        rows = [[bool(hit) for hit in generator.random(50) < generator.choice([0.2, 0.8])] for _ in range(40)]
+        flat = [hit for row in rows for hit in row]
+        for method, (_, interval) in enumerate((share_by_row(rows), share(flat))):
+            covered[method] += interval is not None and interval.low <= 0.5 <= interval.high
+    assert covered[0] > 88 and covered[1] < 60
+    assert share_by_row([[True], [False], [True]]) == share([True, False, True])
+    alike = share_by_row([[True] * 50] * 20)[1]
+    assert alike is not None and alike.low == pytest.approx(wilson(20, 20).low) and "20 rows" in alike.method
+    assert share_by_row([[True, False]])[1] is None
+    results = diagnose("parity", Diagnosis(TaskSize(40, 16), MODEL, steps=0, test_rows=33), torch.device("cpu"))
+    total = results.scores[0]
+    assert (total.n, total.unit) == (33 * 40, "answers") and total.interval is not None
+    assert total.interval.method == "bootstrap over 33 rows, 95 %"
 
 
 def test_every_architecture_learns_parity() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 
 from gecko.config import GeckoConfig
-from gecko.eval.results import Report, Results, Score, quiet, share
+from gecko.eval.results import Report, Results, Score, quiet, share_by_row
 from gecko.eval.synthetic import TASKS, SyntheticBatch, TaskSize, check_task, guessing, hits_by_distance
 from gecko.inference.prefill import inference
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, parse_config
@@ -95,22 +95,25 @@ def diagnose(
 def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, seed: int) -> list[Score]:
     """Return the accuracy of a model on a task, over all answers and by distance in chunks."""
     chunk, device = model.config.chunk_size or _PIECE, next(model.parameters()).device
-    found: dict[int, list[bool]] = {}
+    whole, found = list[list[bool]](), dict[int, list[list[bool]]]()
     for first in range(0, rows, 32):
         batch = _batch(task, size, min(32, rows - first), seed + _TEST_SEED + first)
         with inference(model):
             output = model(batch.tokens.to(device))
-        logits = output[0] if isinstance(output, tuple) else output
-        for distance, hits in hits_by_distance(batch, logits.argmax(-1).cpu(), chunk).items():
-            found.setdefault(distance, []).extend(hits)
-    every = [hit for hits in found.values() for hit in hits]
-    scores = [_score(every, "any")]
-    return scores + [_score(hits, distance) for distance, hits in sorted(found.items())]
+        predicted = (output[0] if isinstance(output, tuple) else output).argmax(-1).cpu()
+        for row in range(len(predicted)):
+            of_row = (x[row, None] for x in (batch.tokens, batch.targets, batch.sources))
+            hits = hits_by_distance(SyntheticBatch(*of_row), predicted[row, None], chunk)
+            whole.append([hit for every in hits.values() for hit in every])
+            for distance, every in hits.items():
+                found.setdefault(distance, []).append(every)
+    return [_score(whole, "any"), *(_score(found[distance], distance) for distance in sorted(found))]
 
 
-def _score(hits: list[bool], distance: int | str) -> Score:
-    value, interval = share(hits)
-    return Score("accuracy", value, len(hits), "answers", interval, {"chunks before the question": distance})
+def _score(rows: list[list[bool]], distance: int | str) -> Score:
+    value, interval = share_by_row(rows)
+    n = sum(map(len, rows))
+    return Score("accuracy", value, n, "answers", interval, {"chunks before the question": distance})
 
 
 def _train(

@@ -113,6 +113,22 @@ def share(hits: Sequence[bool]) -> tuple[float, Interval]:
     return sum(hits) / len(hits), wilson(sum(hits), len(hits))
 
 
+def share_by_row(rows: Sequence[Sequence[bool]]) -> tuple[float, Interval | None]:
+    """Return the proportion of hits, and its interval over rows: the answers of one row depend on each other.
+
+    Wilson's if every row has one answer; rows that are all right or all wrong count as one answer each. None for a
+    single row of several answers.
+    """
+    hits, counts = (np.array([of(row) for row in rows], float) for of in (sum, len))
+    value = float(hits.sum() / counts.sum())
+    if counts.max() == 1:
+        return value, wilson(int(hits.sum()), len(rows))
+    if value in (0, 1) and len(rows) > 1:
+        alike = wilson(int(value) * len(rows), len(rows))
+        return value, Interval(alike.low, alike.high, f"rows alike: Wilson over {len(rows):,} rows, 95 %")
+    return value, bootstrap_ratio(hits, counts, "rows", _ROWS_SEED)
+
+
 FORMAT = "gecko-evaluation-1"
 
 Report = Callable[[str], None]

@@ -1,0 +1,317 @@
+"""What the memory holds: recall of pairs that left the attention window, by number of pairs, key width and form.
+
+    python benchmarks/capacity.py --jobs 2       # rates, then the grid, then more seeds at the edge; prints the table
+    python benchmarks/capacity.py --only linear  # some forms
+
+The same command continues after an interruption: every ended run adds a line to ``results/evidence/capacity.csv``.
+
+**Task.** Associative recall (MQAR) with two chunks of token 0 between pairs and queries: no query sees a pair by
+attention, and one layer passes nothing on, so only the memory (or CEMA) can answer. ``no memory`` is the check. The
+number of pairs grows to its size in the first half of training, which ends early once the answers are known.
+
+**Forms.** Each is a Gecko of one layer and one head. All store a matrix of key width × 64 float32 numbers: the bytes of
+state here, without normaliser and window. The delta rules write every token, with keys of length 1, in the place of
+Gecko's memory. The package has no orthogonal update. Of two learning rates each form has the one with the lower loss in
+the middle cell, on rows of the tuning split.
+
+**Margin**, stated before the first run: in a cell two forms differ if the 95 % interval over three seeds of the paired
+difference in recall (Student's t) is beyond ±0.05; over the grid if the one over its cells is (``MARGIN``). One seed
+everywhere; three at the edge: where a form recalls 0.2 to 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from ladder import RESULTS, Table, half_width, rows_of
+from torch import Tensor, nn
+
+from gecko.config import GeckoConfig
+from gecko.eval.synthetic import SyntheticBatch, TaskSize, hits_by_distance, mqar
+from gecko.inference.prefill import inference
+from gecko.layers.gated_attention import GatedAttention
+from gecko.models import Gecko
+from gecko.ops.loss import IGNORED
+from gecko.runtime.process import code_version, keep_freed_memory, processor_name
+
+BEGIN, END = "<!-- benchmarks/capacity.py -->\n", "<!-- end capacity -->\n"
+"""Marks of the table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
+MARGIN = 0.05
+PAIRS, WIDTHS, RATES, SEEDS = (4, 8, 16, 32, 64), (16, 32, 64, 128), (3e-3, 1e-2), 3
+MIDDLE, EDGE = (16, 32), (0.2, 0.9)
+CHUNK, STEPS, ROWS, TEST_ROWS, KNOWN = 16, 2000, 32, 256, 0.02
+"""Tokens of a chunk, steps, rows of a step and of a split, and the mean loss of 25 steps that ends the training."""
+TUNING, TEST = 2**60, 2**61
+"""Seeds of the rows of each split, less the run's; training has others."""
+SHAPE = {
+    "vocab_size": 160, "num_layers": 1, "model_dim": 64, "value_dim": 64, "num_heads": 1, "ffn_dim": 128,
+    "chunk_size": CHUNK, "timestep_groups": 4, "cema_modes": 4,
+}  # fmt: skip
+
+
+class LearnedTemperature(GatedAttention):
+    """Multiplies the memory's queries and keys by exp(τ); τ is learned per head and is 0 at the start."""
+
+    def __init__(self, config: GeckoConfig) -> None:
+        super().__init__(config)
+        self.log_temperature = nn.Parameter(torch.zeros(config.num_heads, 1, 1))
+
+    def queries_and_keys(self, shared: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        query, key, *memory = super().queries_and_keys(shared)
+        return query, key, *(x * self.log_temperature.exp() for x in memory)
+
+
+class DeltaNet(GatedAttention):
+    """Has the delta rule of single tokens in the place of the memory; for whole rows, without a state."""
+
+    decays = False
+
+    def __init__(self, config: GeckoConfig) -> None:
+        super().__init__(config)
+        self.to_strength = nn.Linear(config.model_dim, config.num_heads)
+        self.to_decay = nn.Linear(config.model_dim, config.num_heads) if self.decays else None
+
+    def gates_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Any, Tensor]:
+        gates, y = super().gates_and_residual(mx, x)
+        strength = self.to_strength(mx).sigmoid().mT
+        # A new model keeps 0.9975 of the matrix a token.
+        decay = torch.zeros_like(strength) if self.to_decay is None else F.logsigmoid(self.to_decay(mx).mT + 6)
+        return (gates, strength, decay), y
+
+    def mix(self, projections: tuple[Tensor, ...], v: Tensor, gates: Any, before: Any, segments: Any) -> Any:
+        gates, *rates = gates
+        read = delta_rule(*(F.normalize(x, dim=-1) for x in projections[2:]), v, *rates)
+        attended, attention = self.attend(projections, v, before.wait().attention, segments)
+        return self.gated(attended, read, gates, segments), attention, None
+
+
+class GatedDeltaNet(DeltaNet):
+    """Multiplies the matrix by a factor before every token."""
+
+    decays = True
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Return S_tᵀ q_t with S_t = α_t S_{t−1} + k_t u_tᵀ, u_t = β_t (v_t − α_t S_{t−1}ᵀ k_t), S_0 = 0.
+
+    Within a chunk all u are the solution of one triangular system.
+
+    Args:
+        q, k: (B, H, T, key); v: (B, H, T, value); strength: β, log_decay: log α ≤ 0, both (B, H, T).
+    """
+    length = q.shape[2]
+    rest = -length % chunk
+    q, k, v = (F.pad(x, (0, 0, 0, rest)).unflatten(2, (-1, chunk)) for x in (q, k, v))
+    strength, log_decay = (F.pad(x, (0, rest)).unflatten(2, (-1, chunk)) for x in (strength, log_decay))
+    total = log_decay.cumsum(-1)
+    kept = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    since, left, strength = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None], strength[..., None]
+    system = torch.eye(chunk) + (strength * kept * (k @ k.mT)).tril(-1)
+    right = torch.cat([strength * v, strength * since * k], dim=-1)
+    values, keys = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )
+    inside, state, found = kept * (q @ k.mT), torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0]), []
+    for i in range(q.shape[2]):
+        new = values[:, :, i] - keys[:, :, i] @ state
+        found.append(since[:, :, i] * (q[:, :, i] @ state) + inside[:, :, i] @ new)
+        state = since[:, :, i, -1:] * state + (left[:, :, i] * k[:, :, i]).mT @ new
+    return torch.cat(found, dim=2)[:, :, :length]
+
+
+@dataclass(frozen=True)
+class Form:
+    model: Callable[[int], Mapping[str, Any]] = lambda _: {}
+    """Changes of the config by key width."""
+    preset: str = "tiny"
+    mixer: type[GatedAttention] = GatedAttention
+    group: str = "gecko"
+    """Colour in the picture."""
+
+
+PAPER, LINEAR, NONE = "adaptive (paper)", "linear", "no memory"
+FORMS = {
+    PAPER: Form(),
+    "adaptive, learned temperature": Form(mixer=LearnedTemperature),
+    "adaptive, keys of 2√width": Form(lambda width: {"memory_key_length": 2 * math.sqrt(width)}),
+    "adaptive, norm of the sum, one gate": Form(
+        lambda _: {"gate": "sum", "output_norm": True, "gate_activation": "softplus"}, group="later"
+    ),
+    "adaptive, gated interpolation": Form(lambda _: {"gate": "sum", "memory_gate_channels": 1}, group="later"),
+    "Gekko (adaptive, keys as projected)": Form(preset="gekko-tiny", group="later"),
+    LINEAR: Form(lambda _: {"memory": "linear"}, group="llama"),
+    "DeltaNet": Form(mixer=DeltaNet, group="delta"),
+    "gated DeltaNet": Form(mixer=GatedDeltaNet, group="delta"),
+    NONE: Form(lambda _: {"memory": "none"}, group="quiet"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    form: str
+    pairs: int
+    width: int
+    seed: int
+    rate: float
+    split: str = "test"
+    steps: int = STEPS
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        parts = self.split, self.form, self.pairs, self.width, self.seed, f"{self.rate:g}", self.steps
+        return tuple(map(str, parts))
+
+
+COLUMNS = ("split", "form", "pairs", "width", "seed", "rate", "steps", "recall", "loss", "steps_run", "commit",
+           "processor")  # fmt: skip
+
+
+def far_pairs(pairs: int, rows: int, seed: int) -> SyntheticBatch:
+    """Return MQAR with two chunks of token 0 between pairs and queries."""
+    near = mqar(TaskSize(4 * pairs, SHAPE["vocab_size"], pairs, noise=False), rows, torch.Generator().manual_seed(seed))
+
+    def apart(x: Tensor, fill: int) -> Tensor:
+        return torch.cat([x[:, : 2 * pairs], x.new_full((rows, 2 * CHUNK), fill), x[:, 2 * pairs :]], dim=1)
+
+    return SyntheticBatch(apart(near.tokens, 0), apart(near.targets, IGNORED), apart(near.sources, -1))
+
+
+def build(form: Form, width: int) -> Gecko:
+    config = GeckoConfig.preset(form.preset, **SHAPE, key_dim=width)
+    with mock.patch("gecko.models.gecko.GatedAttention", form.mixer):
+        return Gecko(replace(config, **form.model(width)))
+
+
+def train(cell: Cell) -> tuple[Gecko, int]:
+    """Return a trained model and its number of steps."""
+    torch.manual_seed(cell.seed)
+    model = build(FORMS[cell.form], cell.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cell.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    rise, losses = max(1, cell.steps // 10), list[float]()
+    for step in range(cell.steps):
+        down = 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, cell.steps - rise)))
+        optimizer.param_groups[0]["lr"] = cell.rate * ((step + 1) / rise if step < rise else down)
+        grown = 4 if step < cell.steps / 4 else 2 if step < cell.steps / 2 else 1
+        batch = far_pairs(cell.pairs // grown, ROWS, cell.seed * 2**33 + step)
+        loss = model.loss(batch.tokens, batch.targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses = [*losses, loss.item()][-25:] if grown == 1 else []
+        if len(losses) == 25 and fmean(losses) < KNOWN:
+            return model, step + 1
+    return model, cell.steps
+
+
+def run(cell: Cell) -> tuple[object, ...]:
+    """Train and score a cell; return its line of the table."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    model, steps = train(cell)
+    batch = far_pairs(cell.pairs, TEST_ROWS, (TEST if cell.split == "test" else TUNING) + cell.seed)
+    with inference(model):
+        logits, _ = model(batch.tokens)
+        loss = float(model.loss(batch.tokens, batch.targets))
+    distances = hits_by_distance(batch, logits.argmax(-1), CHUNK)
+    assert min(distances) >= 2, "no query may see its pair by attention"
+    hits = [hit for found in distances.values() for hit in found]
+    where = str(code_version()["commit"])[:7], processor_name()
+    return *cell.key, f"{fmean(hits):.4f}", f"{loss:.4f}", steps, *where
+
+
+def found(form: str) -> dict[tuple[int, int], dict[int, float]]:
+    """Return the recall of a form by cell and seed."""
+    by_cell: dict[tuple[int, int], dict[int, float]] = {}
+    for row in rows_of("capacity.csv"):
+        if row["split"] == "test" and row["form"] == form:
+            by_cell.setdefault((int(row["pairs"]), int(row["width"])), {})[int(row["seed"])] = float(row["recall"])
+    return by_cell
+
+
+def grid(only: Sequence[str], steps: int, seeds: range, lines: Sequence[Mapping[str, str]]) -> Iterator[Cell]:
+    """Yield the cells of all forms at their best rate: the first seed everywhere, the others at the edge."""
+    for form in only:
+        tuned = [row for row in lines if row["split"] == "tuning" and row["form"] == form]
+        rate = float(min(tuned, key=lambda row: float(row["loss"]))["rate"])
+        first = {(int(row["pairs"]), int(row["width"])): float(row["recall"]) for row in lines
+                 if row["split"] == "test" and row["form"] == form and row["seed"] == "0"}  # fmt: skip
+        for width in WIDTHS if form != NONE else (64,):
+            for pairs in PAIRS:
+                if seeds.start == 0 or EDGE[0] <= first[pairs, width] <= EDGE[1]:
+                    yield from (Cell(form, pairs, width, seed, rate, "test", steps) for seed in seeds)
+
+
+def difference(form: str, base: str) -> tuple[float, float, float, int] | None:
+    """Return a form's recall less that of ``base``, its 95 % interval over the cells of both, and their number."""
+    one, other = found(form), found(base)
+    values = [fmean(one[cell].values()) - fmean(other[cell].values()) for cell in sorted(one.keys() & other.keys())]
+    if len(values) < 2:
+        return None
+    return fmean(values), fmean(values) - half_width(values), fmean(values) + half_width(values), len(values)
+
+
+def differing(form: str, base: str) -> tuple[int, int, int]:
+    """Return in how many cells a form recalls more than ``base`` beyond the margin, less, and how many have 3 seeds."""
+    one, other, counts = found(form), found(base), [0, 0, 0]
+    for cell in one.keys() & other.keys():
+        values = [one[cell][seed] - other[cell][seed] for seed in sorted(one[cell].keys() & other[cell].keys())]
+        if len(values) >= SEEDS:
+            low, high = fmean(values) - half_width(values), fmean(values) + half_width(values)
+            counts = [counts[0] + (low > MARGIN), counts[1] + (high < -MARGIN), counts[2] + 1]
+    return counts[0], counts[1], counts[2]
+
+
+def page() -> str:
+    """Return a Markdown table: recall by form and pairs, means over key widths, and the difference to the paper's."""
+    lines = [
+        *(["![Recall by bytes of state](pictures/memory_capacity.svg)", ""] if found(PAPER) else []),
+        f"| recall, mean of key widths {', '.join(map(str, WIDTHS))} | {' | '.join(f'{n} pairs' for n in PAIRS)} | runs"
+        " | less the paper's, 95 % over cells |",
+        f"|---|{'---:|' * (len(PAIRS) + 1)}---|",
+    ]
+    for form in FORMS:
+        cells = found(form)
+        means = [[fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs] for pairs in PAIRS]
+        shown = [f"{fmean(values):.3f}" if values else "not run" for values in means]
+        change = difference(form, PAPER) if form != PAPER else None
+        interval = "" if change is None else f"{change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]"
+        lines.append(f"| {form} | {' | '.join(shown)} | {sum(map(len, cells.values()))} | {interval} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial; with --results elsewhere")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the table")
+    given = parser.parse_args()
+    table = Table(given.results / "capacity.csv", COLUMNS)
+    parts: tuple[Callable[[], Iterator[Cell]], ...] = (
+        lambda: (Cell(form, *MIDDLE, 0, rate, "tuning", given.steps) for form in given.only for rate in RATES),
+        lambda: grid(given.only, given.steps, range(1), table.rows()),
+        lambda: grid(given.only, given.steps, range(1, SEEDS), table.rows()),
+    )
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        for part in parts:
+            ended = {tuple(row[column] for column in COLUMNS[:7]) for row in table.rows()}
+            for future in as_completed([pool.submit(run, cell) for cell in part() if cell.key not in ended]):
+                table.add(*future.result())
+                print(*future.result()[:9], flush=True)
+    print(page())
+
+
+if __name__ == "__main__":
+    main()

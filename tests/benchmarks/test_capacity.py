@@ -1,0 +1,100 @@
+"""What the memory holds: the reference forms, the task beyond the window, and a table that continues."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import capacity
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gecko.eval.synthetic import hits_by_distance
+from gecko.ops.loss import IGNORED
+
+
+def step_by_step(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor) -> Tensor:
+    """Write and read one token after the other."""
+    state, found = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[2]):
+        key, decayed = k[:, :, t, :, None], log_decay[:, :, t, None, None].exp() * state
+        error = v[:, :, t, None] - key.mT @ decayed
+        state = decayed + strength[:, :, t, None, None] * key @ error
+        found.append(q[:, :, t, None] @ state)
+    return torch.cat(found, dim=2)
+
+
+@pytest.mark.parametrize("length", [5, 16, 50])
+@pytest.mark.parametrize("decay", [0.0, 2.0])
+def test_the_delta_rule_of_chunks_is_that_of_single_tokens(length: int, decay: float) -> None:
+    q, k, v = (torch.randn(2, 3, length, width) for width in (8, 8, 6))
+    inputs = q, F.normalize(k, dim=-1), v, torch.rand(2, 3, length), -decay * torch.rand(2, 3, length)
+    torch.testing.assert_close(capacity.delta_rule(*inputs), step_by_step(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pairs", [1, 2, *capacity.PAIRS])
+def test_no_query_sees_its_pair_by_attention(pairs: int) -> None:
+    batch = capacity.far_pairs(pairs, 4, 7)
+    assert min(hits_by_distance(batch, batch.targets, capacity.CHUNK)) >= 2
+    rows, places = (batch.targets != IGNORED).nonzero(as_tuple=True)
+    sources = batch.sources[rows, places]
+    assert len(rows) == 4 * pairs and torch.equal(batch.tokens[rows, sources], batch.targets[rows, places])
+    assert torch.equal(batch.tokens[rows, sources - 1], batch.tokens[rows, places])
+
+
+@pytest.mark.parametrize("name", capacity.FORMS)
+@torch.no_grad()
+def test_only_a_memory_knows_far_values(name: str) -> None:
+    """With norms of single steps and a CEMA that adds nothing, a model without memory answers the same."""
+    torch.manual_seed(0)
+    form = capacity.FORMS[name]
+    model = capacity.build(replace(form, model=lambda width: {**form.model(width), "norm": "rms"}), 16)
+    batch = capacity.far_pairs(4, 1, 0)
+    other = batch.tokens.clone()
+    other[0, [1, 3, 5, 7]] = other[0, [3, 5, 7, 1]] - 1
+    for block in model.blocks if model.config.local_mixing == "cema" else ():
+        torch.nn.init.zeros_(block.mixer.cema.gamma)
+    changed = (model(batch.tokens)[0] - model(other)[0])[batch.targets != IGNORED].abs().max().item()
+    assert changed == 0 if name == capacity.NONE else changed > 1e-4
+
+
+def test_a_table_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [capacity.Cell("linear", 4, 16, 0, rate, "tuning", 2) for rate in capacity.RATES]
+    table = capacity.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    for cell, loss in zip(cells, ("1.5", "1.25"), strict=True):
+        table.add(*cell.key, "0.5", loss, 2, "abcdefg", "x")
+    (first, *rest) = capacity.grid(["linear"], 2, range(1), table.rows())
+    assert first == capacity.Cell("linear", 4, 16, 0, capacity.RATES[1], "test", 2) and len(rest) == 19
+    for number, cell in enumerate([first, *rest]):
+        table.add(*cell.key, (0.1, 0.5, 0.95)[min(number, 2)], "1", 2, "abcdefg", "x")
+    again = list(capacity.grid(["linear"], 2, range(1, 3), table.rows()))
+    assert [(cell.pairs, cell.width, cell.seed) for cell in again] == [(8, 16, 1), (8, 16, 2)], "only the edge"
+
+
+def test_intervals_of_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ladder.RESULTS", tmp_path)
+    assert "not run" in capacity.page() and capacity.difference("linear", capacity.PAPER) is None
+    table = capacity.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    for form, more in ((capacity.PAPER, 0.3), ("linear", 0.0)):
+        for seed in range(3):
+            for pairs in (4, 8):
+                recall = 0.5 + (more if pairs == 4 else 0) + seed / 100 * (form == "linear")
+                table.add(*capacity.Cell(form, pairs, 16, seed, 1e-2).key, recall, 1, 9, "abcdefg", "x")
+    assert capacity.differing(capacity.PAPER, "linear") == (1, 0, 2)
+    middle, low, high, cells = capacity.difference("linear", capacity.PAPER) or (0, 0, 0, 0)
+    assert (middle, cells) == (pytest.approx(-0.14), 2) and low < middle < high
+    assert "| linear | 0.510 | 0.510 | not run |" in capacity.page()
+
+
+def test_the_command_trains_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "WIDTHS", (16,))
+    monkeypatch.setattr(capacity, "PAIRS", (4,))
+    monkeypatch.setattr(capacity, "TEST_ROWS", 4)
+    monkeypatch.setattr(sys, "argv", ["capacity.py", "--only", "DeltaNet", "--steps", "2", "--results", str(tmp_path)])
+    for _ in range(2):
+        capacity.main()
+        splits = [row["split"] for row in capacity.Table(tmp_path / "capacity.csv", ()).rows()]
+        assert splits[:3] == ["tuning", "tuning", "test"] and len(splits) in (3, 5)
