@@ -119,7 +119,7 @@ def share_by_row(rows: Sequence[Sequence[bool]]) -> tuple[float, Interval | None
     Wilson's if every row has one answer; rows that are all right or all wrong count as one answer each. None for a
     single row of several answers.
     """
-    hits, counts = (np.array([of(row) for row in rows], float) for of in (sum, len))
+    hits, counts = np.array([sum(row) for row in rows], float), np.array([len(row) for row in rows], float)
     value = float(hits.sum() / counts.sum())
     if counts.max() == 1:
         return value, wilson(int(hits.sum()), len(rows))
