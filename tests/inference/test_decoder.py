@@ -142,8 +142,8 @@ def test_states_in_pages_in_any_order(variant: str) -> None:
     with torch.inference_mode():
         for step, column in enumerate(tokens.unbind(1)):
             expected = decoder.step(column.tolist())[order]
-            positions = [LENGTHS[slot] + step for slot in order]
-            hidden = network.hidden([int(column[slot]) for slot in order], order, positions)
+            positions = torch.tensor([LENGTHS[slot] + step for slot in order])
+            hidden = network.hidden(column[order], torch.tensor(order), positions)
             torch.testing.assert_close(model.head(hidden), expected, rtol=1e-5, atol=1e-5)
     for slot in order:
         found = pages.map(lambda x, slot=slot: x[slot : slot + 1])

@@ -50,7 +50,7 @@ class Network(Protocol):
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary)."""
 
-    def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+    def hidden(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Read one token of each sequence in some ``slots`` and return the input of the head, (rows, D)."""
 
     def hidden_step(self, tokens: Sequence[int]) -> Tensor:

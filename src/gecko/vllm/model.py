@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from gecko.vllm.pages import StatePages, StepMetadata
 class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
     """Gecko with its head. Sequences that read one token are read together, the others one by one.
 
-    One token of all sequences is one call into C, or the launches of the Triton decoder, which change the pages in
-    place. Models that these cannot decode, such as those that tensor parallelism divides, copy the states from the
-    pages and back.
+    One token of all sequences is one call into C, or a graph of the Triton decoder, which change the pages in place. A
+    piece of a prompt copies its state from the page and back; so do sequences of models that these cannot decode, such
+    as those that tensor parallelism divides. For a step of the decoder the host does not wait for the GPU.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -58,8 +58,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         self.gecko.tie()
         names = f"{prefix}.gecko.blocks" if prefix else "gecko.blocks"
         self._pages = StatePages(self._blank(), names, vllm_config.compilation_config.static_forward_context)
-        self._packed: tuple[GeckoState, PackedWeights | None] | None = None
-        self._network: tuple[int, Network] | None = None
+        self._most = vllm_config.scheduler_config.max_num_seqs
+        self._decoder: tuple[GeckoState, Network | None] | None = None
         if self._device.type == "cpu":
             _keep_seeds_of_cut_prompts()
 
@@ -87,21 +87,25 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         if metadata is None:  # vLLM measures memory, or keeps an idle replica in step
             return self.gecko.hidden(torch.zeros_like(input_ids).unsqueeze(0))[0].squeeze(0)
         step: StepMetadata = metadata[self._pages.names[0]]
-        hidden = torch.zeros(len(input_ids), self.gecko.config.model_dim, dtype=self._dtype, device=input_ids.device)
         if not any(step.read):  # vLLM was idle, when trainers write new values into the parameters
-            self._packed = None
-        begin, decoding = 0, []
+            self._decoder = None
+        decoding = [row for row, length in enumerate(step.lengths) if length == 1 and step.read[row]]
+        if len(decoding) == len(input_ids) == len(step.lengths):
+            return self._decode(input_ids, positions, step.pages, step.read)
+        rest = len(input_ids) - sum(step.lengths)
+        tokens, places = (x.split([*step.lengths, rest]) for x in (input_ids, positions))
+        decoded: Iterator[Tensor] = iter(())
+        if decoding:  # rows are cut out and joined again: the host would wait until the device has an index of them
+            ids, at, pages = (torch.cat([x[row] for row in decoding]) for x in (tokens, places, step.pages.split(1)))
+            decoded = iter(self._decode(ids, at, pages, [step.read[row] for row in decoding]).split(1))
+        parts = []
         for row, length in enumerate(step.lengths):
-            if length == 1 and step.read[row]:
-                decoding.append((row, begin))
+            if row in decoding:
+                parts.append(next(decoded))
             elif length:
-                hidden[begin : begin + length] = self._prefill(input_ids[begin : begin + length], step, row)
-            begin += length
-        if decoding:
-            rows, places = zip(*decoding, strict=True)
-            at = torch.tensor(places, device=input_ids.device)
-            hidden[at] = self._decode(input_ids[at], step, rows).to(self._dtype)
-        return hidden
+                parts.append(self._prefill(tokens[row], step.pages[row : row + 1], step.read[row]))
+        parts.append(torch.zeros(rest, self.gecko.config.model_dim, dtype=self._dtype, device=input_ids.device))
+        return torch.cat(parts)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return the logits (N, V) of some rows of ``forward``'s result."""
@@ -117,7 +121,7 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             ValueError: the folder is damaged, parameters are missing, unexpected or of another shape, or weights are
                 quantised and tensor parallelism is on or the engine runs already.
         """
-        self._packed = None
+        self._decoder = None
         self._check_folder()
         stored = {_own_name(name): self._local(_own_name(name), weight) for name, weight in weights}
         head, embedding = TIED
@@ -174,37 +178,35 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         blank = GeckoState.empty(self.gecko.config, dtype=wide, value_dtype=self._dtype, device="meta")
         return blank if self._ranks.size == 1 else sharded_state(blank, self._ranks)
 
-    def _prefill(self, tokens: Tensor, step: StepMetadata, row: int) -> Tensor:
-        """Read tokens (T,) of one sequence and return hidden (T, D)."""
-        slot, read = step.slots[row], step.read[row]
+    def _prefill(self, tokens: Tensor, page: Tensor, read: int) -> Tensor:
+        """Read tokens (T,) of the sequence in ``page`` (1,), which has read ``read`` tokens; return hidden (T, D)."""
         # Pages are not cleared when another sequence gets them.
-        before = self._pages.one(slot, read) if read else None
+        before = self._pages.gather(page, [read]) if read else None
         hidden, after = self.gecko.hidden(tokens.unsqueeze(0), state=before)
-        self._pages.write([slot], after)
+        self._pages.write(page, after)
         return hidden.squeeze(0)
 
-    def _decode(self, tokens: Tensor, step: StepMetadata, rows: tuple[int, ...]) -> Tensor:
-        """Read one token (R,) of each of some sequences and return hidden (R, D)."""
-        slots, read = [step.slots[row] for row in rows], [step.read[row] for row in rows]
-        network = self._network_for(len(rows))
+    def _decode(self, tokens: Tensor, positions: Tensor, pages: Tensor, read: list[int]) -> Tensor:
+        """Read one token (R,) of each of some sequences, which have read ``read`` tokens, and return hidden (R, D).
+
+        On a GPU with a network the host only launches: tokens, positions and pages stay on the device.
+        """
+        network = self._network()
         if network is not None:
-            return network.hidden(tokens.tolist(), slots, read)
-        hidden, after = self.gecko.hidden(tokens.unsqueeze(1), state=self._pages.gather(slots, read))
-        self._pages.write(slots, after)
+            return network.hidden(tokens, pages, positions).to(self._dtype)
+        hidden, after = self.gecko.hidden(tokens.unsqueeze(1), state=self._pages.gather(pages, read))
+        self._pages.write(pages, after)
         return hidden.squeeze(1)
 
-    def _network_for(self, rows: int) -> Network | None:
-        """Return the network that decodes ``rows`` sequences on the current pages in C or Triton; None if none can."""
+    def _network(self) -> Network | None:
+        """Return the network that decodes on the current pages in C or Triton; None if none can."""
         state = self._pages.state()
-        if self._packed is None or self._packed[0] is not state:
+        if self._decoder is None or self._decoder[0] is not state:
             backend = decoder_of(self.gecko, state) if self._ranks.size == 1 else None
-            self._packed = state, None if backend is None else PackedWeights(self.gecko, backend)
-            self._network = None
-        packed = self._packed[1]
-        if packed is not None and (self._network is None or self._network[0] < rows):
-            most = 1 << (rows - 1).bit_length()  # a network has activations for so many sequences
-            self._network = most, packed.with_states(state, most)
-        return None if self._network is None else self._network[1]
+            most = min(self._most, len(state.mixers[0].attention.keys))  # sequences of a step, each with a page
+            network = None if backend is None else PackedWeights(self.gecko, backend).with_states(state, most)
+            self._decoder = state, network
+        return self._decoder[1]
 
 
 def _own_name(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -27,8 +27,8 @@ ALIGNMENT = 64
 class StepMetadata:
     """The sequences of one step, in the order of their tokens."""
 
-    slots: list[int]
-    """Page of each sequence, the same in all blocks."""
+    pages: Tensor
+    """Page of each sequence, the same in all blocks, (rows,) on the device; the host does not know them."""
     lengths: list[int]
     """Tokens of each sequence in this step."""
     read: list[int]
@@ -47,7 +47,7 @@ class StepMetadataBuilder(AttentionMetadataBuilder):
         table = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
         lengths = common.query_start_loc_cpu.diff()
         read = common.seq_lens_cpu_upper_bound - lengths  # exact, as there is no speculative decoding
-        return StepMetadata(table[:, 0].tolist(), lengths.tolist(), read.tolist())
+        return StepMetadata(table[: len(lengths), 0], lengths.tolist(), read.tolist())
 
 
 class StateBackend(AttentionBackend):
@@ -154,32 +154,22 @@ class StatePages:
             self._memory = memory
         return self._state
 
-    def one(self, slot: int, read: int) -> GeckoState:
-        """Return the state of the sequence in ``slot``, which has read ``read`` tokens, as views."""
-        return self._rows(lambda x: x[slot : slot + 1], [read])
+    def gather(self, pages: Tensor, read: Sequence[int]) -> GeckoState:
+        """Return copies of the states in ``pages`` of sequences that have read ``read`` tokens, of one document each.
 
-    def gather(self, slots: Sequence[int], read: Sequence[int]) -> GeckoState:
-        """Return copies of the states of several sequences."""
-        index = torch.tensor(slots, device=_tensors(self.state())[0].device)
-        return self._rows(lambda x: x[index], read)
-
-    def write(self, slots: Sequence[int], after: GeckoState) -> None:
-        """Write the rows of ``after`` to the pages of ``slots``."""
-        pages = _tensors(self.state())
-        index = torch.tensor(slots, device=pages[0].device)
-        # A call may return a tensor of the state before it in another place: it must be read before it is overwritten.
-        memory = {page.untyped_storage().data_ptr() for page in pages}
-        rows = [x.clone() if x.untyped_storage().data_ptr() in memory else x for x in _tensors(after)]
-        for page, row in zip(pages, rows, strict=True):
-            page.index_copy_(0, index, row)
-
-    def _rows(self, pick: Callable[[Tensor], Tensor], read: Sequence[int]) -> GeckoState:
-        """Return the picked pages as the state of sequences that have read ``read`` tokens, of one document each."""
+        The pages are not read by the host.
+        """
         state, start = self.state(), Clock.start(len(read))
         return replace(
             state, clock=replace(start, position=torch.tensor(read, device="cpu")),
-            mixers=tuple(x.map(pick) for x in state.mixers), final_norm=map_tensors(state.final_norm, pick),
+            mixers=tuple(mixer.map(lambda x: x[pages]) for mixer in state.mixers),
+            final_norm=map_tensors(state.final_norm, lambda x: x[pages]),
         )  # fmt: skip
+
+    def write(self, pages: Tensor, after: GeckoState) -> None:
+        """Write the rows of ``after`` to ``pages``."""
+        for page, row in zip(_tensors(self.state()), _tensors(after), strict=True):
+            page.index_copy_(0, pages.long(), row)
 
 
 def _tensors(state: GeckoState) -> list[Tensor]:

@@ -43,6 +43,8 @@ class Host(TorchDispatchMode):
         out = func(*args, **kwargs)
         if given == {GPU, "cpu"}:
             self.asked["copy"] += 1
+        elif func is torch.ops.aten.copy_.default:
+            self.asked["copy on the GPU"] += 1
         elif not func.is_view and any(x.device.type == GPU for x in tree_leaves(out) if isinstance(x, Tensor)):
             self.asked["allocation or operation"] += 1
         return out
@@ -82,14 +84,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return found
 
 
-def network_of(config: GeckoConfig, dtype: torch.dtype) -> tuple[Any, GeckoState]:
+def network_of(config: GeckoConfig, dtype: torch.dtype, paged: bool = False) -> tuple[Any, GeckoState]:
     """Return a network whose tensors are on the GPU, and its state, whose clock is on the host."""
     with torch.device(GPU):
         model = Gecko(config).to(dtype)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device(GPU):
         packed = PackedWeights(model, "triton")
-    state = GeckoState.empty(config, ROWS + 1, value_dtype=dtype, device=GPU).map(torch.clone)
-    return packed.with_states(state), state
+        state = GeckoState.empty(config, ROWS + 1, value_dtype=dtype, device=GPU).map(torch.clone)
+        return packed.with_states(cases.in_pages(state) if paged else state), state
 
 
 def launches_of_a_token(config: GeckoConfig, dtype: torch.dtype, launched: list[Launch]) -> int:
@@ -117,6 +119,26 @@ def test_a_token_takes_launches_only(variant: str, dtype: torch.dtype, launched:
     one, two = (launches_of_a_token(replace(config, num_layers=n), dtype, launched) for n in (1, 2))
     print(f"{two - one} launches of a layer, {2 * one - two} of the ends")
     assert two - one <= MOST_LAUNCHES
+
+
+@pytest.mark.parametrize("variant", ["gecko", "no-memory", "megalodon"])
+def test_a_token_of_states_in_pages_takes_launches_and_three_copies_on_the_gpu(
+    variant: str, launched: list[Launch]
+) -> None:
+    """As in vLLM, whose product with the head is one more: at most two more than in the decoder, which draws too."""
+    config = replace(cases.SMALL, **cases.VARIANTS[variant])
+    most = launches_of_a_token(config, torch.bfloat16, launched) + 2
+    Graph.captured.clear()
+    network, _ = network_of(config, torch.bfloat16, paged=True)
+    rows = [torch.empty(ROWS, dtype=dtype, device=GPU) for dtype in (torch.int32, torch.int32, torch.int64)]
+    for _ in range(4):
+        launched.clear()
+        with Host() as host:
+            hidden = network.hidden(*rows)
+        assert host.asked == {"copy on the GPU": 3}
+        assert hidden._base is network.buffers.normal
+    assert len(launched) + host.asked.total() + 1 <= most
+    assert len(Graph.captured) == 1
 
 
 def test_the_host_reads_the_tokens_once_and_copies_nothing(launched: list[Launch]) -> None:

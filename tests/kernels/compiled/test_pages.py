@@ -22,7 +22,8 @@ def kernels(model: Gecko, state: GeckoState) -> dict[str, Configuration]:
     network = PackedWeights(model, "triton").with_states(state)
     tokens = [1] * ROWS
     calls: dict[bool, Callable[[], object]] = {
-        False: lambda: network.step(tokens), True: lambda: network.hidden(tokens, [1, 0], [0, 5])
+        False: lambda: network.step(tokens),
+        True: lambda: network.hidden(*map(torch.tensor, (tokens, [1, 0], [0, 5]))),
     }  # fmt: skip
     is_paged = not state.final_norm.count.is_contiguous()
     return {one.kernel.__name__: one for one in recorded(calls[is_paged])}

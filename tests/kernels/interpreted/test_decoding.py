@@ -130,14 +130,14 @@ def test_states_in_pages_in_any_order(variant: str) -> None:
     tokens = tokens_of(len(LENGTHS), max(LENGTHS) + STEPS)
     decoder = start(model, exact, [row[:length] for row, length in zip(tokens, LENGTHS, strict=True)])
     pages = in_pages(GeckoState.stack([decoder.state(slot) for slot in range(len(LENGTHS))]).rows([1, 0, 2, 0]))
-    kept, page_of, order = pages.map(torch.clone), [1, 0, 2], [2, 0, 1]
+    kept, page_of, order = pages.map(torch.clone), [1, 0, 2], torch.tensor([2, 0, 1])
+    where = torch.tensor(page_of, dtype=torch.int32)[order]
     network = PackedWeights(model, "triton").with_states(pages, rows=len(order))
     with torch.inference_mode():
         for step in range(STEPS):
-            column = [int(tokens[row, length + step]) for row, length in enumerate(LENGTHS)]
-            expected = decoder.step(column)[order]
-            positions = [LENGTHS[row] + step for row in order]
-            hidden = network.hidden([column[row] for row in order], [page_of[row] for row in order], positions)
+            column = torch.stack([tokens[row, length + step] for row, length in enumerate(LENGTHS)])
+            expected = decoder.step(column.tolist())[order]
+            hidden = network.hidden(column[order].int(), where, torch.tensor(LENGTHS)[order] + step)
             torch.testing.assert_close(model.head(hidden), expected, rtol=1e-5, atol=1e-5)
     for row, page in enumerate(page_of):
         for name, tensor in decoder.state(row).tensors().items():
@@ -145,6 +145,24 @@ def test_states_in_pages_in_any_order(variant: str) -> None:
                 assert torch.equal(pages.tensors()[name][page], tensor[0]), name
     for name, tensor in pages.tensors().items():
         assert torch.equal(tensor[3], kept.tensors()[name][3]), name
+
+
+def test_rows_come_and_go_among_pages() -> None:
+    """Each row of a step is decoded as alone, whichever others there are, and a token after the vocabulary spoils its
+    own row only."""
+    model = model_of("gecko", torch.float32)
+    states = GeckoState.empty(model.config, 4).map(torch.clone)
+    together, alone = (PackedWeights(model, "triton").with_states(in_pages(states)) for _ in range(2))
+    steps = [([1, 2], [0, 0]), ([2], [1]), ([3, 2, 1], [0, 2, 1]), ([1, 3], [2, 1]), ([0, 1], [0, 3])]
+    with torch.inference_mode():
+        for count, (slots, positions) in enumerate(steps):
+            tokens = tokens_of(1, len(slots), count)[0]
+            hidden = together.hidden(tokens, torch.tensor(slots), torch.tensor(positions)).clone()
+            for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+                expected = alone.hidden(tokens[row : row + 1], torch.tensor([slot]), torch.tensor([position]))
+                torch.testing.assert_close(hidden[row], expected[0], rtol=1e-5, atol=1e-5)
+        hidden = together.hidden(*map(torch.tensor, ([SMALL.vocab_size, 1], [2, 3], [3, 2])))
+    assert hidden.isnan().all(1).tolist() == [True, False]
 
 
 def test_a_state_continues_in_another_decoder_to_the_bit() -> None:

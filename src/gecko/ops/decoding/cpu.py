@@ -202,21 +202,24 @@ class Network:
         self._run(batch)
         return hidden
 
-    def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+    def hidden(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Read one token of each of some sequences and return the input of the head, (rows, D) float32.
 
         The states in ``slots``, all different, are changed in place.
 
         Args:
-            positions: tokens that each sequence has read, in one document. The clock of the network is not used.
+            tokens, slots: (rows,) integers.
+            positions: (rows,) tokens that each sequence has read, in one document. The clock of the network is not
+                used.
 
         Raises:
             ValueError: a token is not in the vocabulary, there is no such slot, or a position is negative.
         """
-        self._check(tokens, self._rows)
+        given = [x.tolist() for x in (tokens, slots, positions)]
+        self._check(given[0], self._rows)
         rows = len(tokens)
         hidden = torch.empty(rows, self._features, dtype=torch.float32, device="cpu")
-        lists = [(c_int64 * rows)(*numbers) for numbers in (tokens, slots, positions, [0] * rows)]
+        lists = [(c_int64 * rows)(*numbers) for numbers in (*given, [0] * rows)]
         self._run(_BatchStruct(rows, *(ctypes.addressof(one) for one in lists), None, hidden.data_ptr()))
         return hidden
 

@@ -37,7 +37,6 @@ class Network:
             self.buffers = Buffers(record, embedding.dtype, self._device)
         self._launches = Launches(record, self.buffers)
         self._steps: dict[int, list[Launch]] = {}
-        self._hidden: dict[int, list[Launch]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._copied: dict[str, list[Any]] = {}
 
@@ -57,38 +56,31 @@ class Network:
         self.replay(rows)
         return self.buffers.logits[:rows]
 
-    def hidden(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+    def hidden(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Read one token of each of some sequences and return the input of the head, (rows, D) in the weights' dtype.
 
         The states in the pages ``slots``, all different, are changed in place. The next call overwrites the result.
+        The host reads and allocates nothing, so it does not see whether a token is in the vocabulary: one that is not
+        makes the result of its row, and its state, NaN.
 
         Args:
-            positions: tokens that each sequence has read, in one document. The clock of the network is not used.
-
-        Raises:
-            ValueError: a token is not in the vocabulary.
+            tokens, slots: (rows,) integers on the device.
+            positions: (rows,) tokens that each sequence has read, in one document. The clock of the network is not
+                used.
         """
-        self._check(tokens)
-        rows = len(tokens)
-        for name, values in (("token", tokens), ("page", slots), ("position", positions), ("start", [0] * rows)):
-            self._copy(name, list(values))
-        if rows not in self._hidden:
-            self._hidden[rows] = self._launches.hidden(rows)
-        for launch in self._hidden[rows]:
-            launch.run()
-        self._copied.pop("position")  # the step has counted it on
-        return self.buffers.normal[:rows]
+        buffers, rows = self.buffers, len(tokens)
+        assert buffers.page is not None, "the states must be in pages"
+        for buffer, values in ((buffers.token, tokens), (buffers.page, slots), (buffers.position, positions)):
+            buffer[:rows].copy_(values)
+        self._replay(rows)
+        return buffers.normal[:rows]
 
     def replay(self, rows: int) -> None:
         """Read the tokens on the device, one of each of the first sequences, and draw the next ones there.
 
         The host only launches: it reads nothing, copies nothing and allocates nothing.
         """
-        graph = self._graphs.get(rows)
-        if graph is None:
-            self._run(rows)
-        else:
-            graph.replay()
+        self._replay(rows)
         self._copied.pop("token", None)
         for position in range(rows):
             self._copied["position"][position] += 1
@@ -123,8 +115,12 @@ class Network:
         if min(tokens) < 0 or max(tokens) >= self._vocabulary:
             raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
 
-    def _run(self, rows: int) -> None:
-        """Run the launches of a step one by one, and capture them, unless the interpreter runs them on the CPU."""
+    def _replay(self, rows: int) -> None:
+        """Run the launches of a step: one by one, and capture them, unless the interpreter runs them on the CPU; or as
+        the graph that was captured."""
+        if (graph := self._graphs.get(rows)) is not None:
+            graph.replay()
+            return
         for launch in self.launches(rows):
             launch.run()
         if self._device.type != "cpu":

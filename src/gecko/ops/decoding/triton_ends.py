@@ -11,11 +11,14 @@ from gecko.ops.decoding.triton_pages import state_of
 
 
 @triton.jit
-def embed_kernel(p_token, p_embedding, p_x, scale, features: tl.constexpr, stride: tl.constexpr, block: tl.constexpr):
-    """Read the embedding of a row's token. Token −1, which follows broken logits, is read as token 0."""
+def embed_kernel(p_token, p_embedding, p_x, scale, vocabulary: tl.constexpr, features: tl.constexpr,
+                 stride: tl.constexpr, block: tl.constexpr):  # fmt: skip
+    """Read the embedding of a row's token. Token −1, which follows broken logits, is read as token 0; a token after the
+    vocabulary is NaN."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     token = tl.maximum(tl.load(p_token + row), 0)
-    b_x = tl.load(p_embedding + token * stride + i, mask=i < features, other=0.0).to(tl.float32)
+    m = (i < features) & (token < vocabulary)
+    b_x = tl.load(p_embedding + token * stride + i, mask=m, other=float("nan")).to(tl.float32)
     tl.store(p_x + row * features + i, b_x * scale, mask=i < features)
 
 

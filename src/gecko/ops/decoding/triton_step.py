@@ -45,7 +45,7 @@ class Buffers:
         self.projected = empty(2 * value + heads * key + features)
         self.scores = empty(heads, 2 * record["chunk"])
         self.out, self.hidden = empty(value, dtype=dtype), empty(record["hidden"], dtype=dtype)
-        self.logits = empty(record["vocabulary"])
+        self.logits = empty(record["vocabulary"] if self.page is None else 0)
         self.read, self.share, self.rho, self.kept = (empty(heads, key) for _ in range(4))
         self.entering = empty(heads, key, key)
 
@@ -66,18 +66,17 @@ class Launches:
         self._projection = [_side_by_side([layer[name] for name in _PROJECTIONS]) for layer in record["layer"]]
 
     def step(self, rows: int) -> list[Launch]:
-        """Return the launches of one step of ``rows`` rows: each reads its token, and draws the next one."""
-        a = self._buffers
-        return [*self.hidden(rows), self._onto(rows, a.normal, self._net["head"], a.logits), self.draw(rows, a.logits)]
-
-    def hidden(self, rows: int) -> list[Launch]:
-        """Return the launches up to the input of the head: each of ``rows`` rows reads its token."""
+        """Return the launches of one step of ``rows`` rows: each reads its token and, unless states are in pages, draws
+        the next one; the owner of pages has head and draw of its own."""
         net, a = self._net, self._buffers
         found = [self._embed(rows)]
         for layer, projection in zip(net["layer"], self._projection, strict=True):
             found += self._block(rows, layer, *projection)
         counts = {"p_position": a.position, "p_count": net["final_norm"]["count"], **self._pages}
-        return [*found, self._average(rows, net["final_norm"], None), Launch(advance_kernel, (rows,), counts, 1)]
+        found += [self._average(rows, net["final_norm"], None), Launch(advance_kernel, (rows,), counts, 1)]
+        if a.page is None:
+            found += [self._onto(rows, a.normal, net["head"], a.logits), self.draw(rows, a.logits)]
+        return found
 
     def draw(self, rows: int, logits: Tensor) -> Launch:
         """Return the launch that chooses a token of each row of ``logits`` (rows, V)."""
@@ -92,7 +91,7 @@ class Launches:
         block, weight = min(1024, tile(net["features"])), net["embedding"].weight
         return Launch(embed_kernel, (rows, blocks(net["features"], block)), {
             "p_token": a.token, "p_embedding": weight, "p_x": a.x, "scale": net["embedding_scale"],
-            "features": net["features"], "stride": weight.shape[1], "block": block,
+            "vocabulary": net["vocabulary"], "features": net["features"], "stride": weight.shape[1], "block": block,
         }, 4)  # fmt: skip
 
     def _block(self, rows: int, layer: Record, scale: Tensor | None, bias: Tensor) -> Iterator[Launch]:
