@@ -116,7 +116,9 @@ def test_intermediate_values(case):
     }.items():  # fmt: skip
 
         def keep(module, inputs, output, name=name):
-            found[name] = output if isinstance(output, Tensor) else output[0]
+            while not isinstance(output, Tensor):
+                output = output[0]
+            found[name] = output
 
         module.register_forward_hook(keep)
     tokens = tensors["input/tokens"]
