@@ -242,12 +242,12 @@ def test_intervals_are_over_rows_whose_answers_depend_on_each_other() -> None:
     assert covered[0] > 88 and covered[1] < 60
     assert share_by_row([[True], [False], [True]]) == share([True, False, True])
     alike = share_by_row([[True] * 50] * 20)[1]
-    assert alike is not None and alike.low == pytest.approx(wilson(20, 20).low) and "20 rows" in alike.method
+    assert alike is not None and alike.low == pytest.approx(wilson(20, 20).low) and "over rows" in alike.method
     assert share_by_row([[True, False]])[1] is None
     results = diagnose("parity", Diagnosis(TaskSize(40, 16), MODEL, steps=0, test_rows=33), torch.device("cpu"))
     total = results.scores[0]
     assert (total.n, total.unit) == (33 * 40, "answers") and total.interval is not None
-    assert total.interval.method == "bootstrap over 33 rows, 95 %"
+    assert total.interval.method == "bootstrap over rows, 95 %"
 
 
 def test_every_architecture_learns_parity() -> None:

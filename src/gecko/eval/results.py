@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -125,8 +125,9 @@ def share_by_row(rows: Sequence[Sequence[bool]]) -> tuple[float, Interval | None
         return value, wilson(int(hits.sum()), len(rows))
     if value in (0, 1) and len(rows) > 1:
         alike = wilson(int(value) * len(rows), len(rows))
-        return value, Interval(alike.low, alike.high, f"rows alike: Wilson over {len(rows):,} rows, 95 %")
-    return value, bootstrap_ratio(hits, counts, "rows", _ROWS_SEED)
+        return value, replace(alike, method="rows alike: Wilson over rows, 95 %")
+    found = bootstrap_ratio(hits, counts, "rows", _ROWS_SEED)
+    return value, found and replace(found, method="bootstrap over rows, 95 %")
 
 
 FORMAT = "gecko-evaluation-1"
