@@ -275,13 +275,16 @@ def differing(form: str, base: str) -> tuple[int, int, int]:
 
 def page() -> str:
     """Return a Markdown table: recall by form and pairs, means over key widths, and the difference to the paper's."""
+    ended = [form for form in FORMS if found(form)]
+    if not ended:
+        return "Not run yet.\n"
     lines = [
         *(["![Recall by bytes of state](pictures/memory_capacity.svg)", ""] if found(PAPER) else []),
         f"| recall, mean of key widths {', '.join(map(str, WIDTHS))} | {' | '.join(f'{n} pairs' for n in PAIRS)} | runs"
         " | less the paper's, 95 % over cells |",
         f"|---|{'---:|' * (len(PAIRS) + 1)}---|",
     ]
-    for form in FORMS:
+    for form in ended:
         cells = found(form)
         means = [[fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs] for pairs in PAIRS]
         shown = [f"{fmean(values):.3f}" if values else "not run" for values in means]
