@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from gecko.eval.results import Report, Results, Score, bootstrap_mean, quiet
 from gecko.eval.retrieval import Haystack, units_by_length
 from gecko.eval.scored_model import Cursor, Text
 from gecko.io.quantization import is_quantized
-from gecko.layers.linear import Terms
 from gecko.models.gecko import Gecko, sharing_parameters
 from gecko.runtime.tensors import to_device
 from gecko.train.optimizer import build_optimizer, named_parameters, set_learning_rate
@@ -222,10 +220,10 @@ def layer_losses(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> 
     """
     shares = []
 
-    def compare(mixer: nn.Module, _: nn.Module, inputs: tuple[Any, ...], output: tuple[Terms, Any]) -> None:
+    def compare(mixer: nn.Module, _: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
         x, segments = inputs[0].detach(), inputs[2]
-        theirs = (reduce(add, output[0]).detach() - x)[:, begin:].float()
-        missed = (reduce(add, mixer(x, None, segments)[0]) - x)[:, begin:].float() - theirs
+        theirs = (output[0].detach() - x)[:, begin:].float()
+        missed = (mixer(x, None, segments)[0] - x)[:, begin:].float() - theirs
         share = missed.square().sum() / (theirs - theirs.mean((0, 1))).square().sum()
         (share / len(student.blocks)).backward()
         shares.append(share.detach())

@@ -170,13 +170,12 @@ class GatedAttention(nn.Module):
 
     def gates_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Gates, Terms]:
         """Return the gates before their activations, and the terms of x plus the hidden branch."""
-        gates = self.to_gate, self.to_memory_gate
-        layers = [layer for layer in gates if layer is not None]
-        terms: Terms = (x,)
-        if self.to_hidden is None:
-            found = project(mx, *layers) if layers else ()
-        else:
+        gates, terms = (self.to_gate, self.to_memory_gate), (x,)
+        layers, found = [layer for layer in gates if layer is not None], ()
+        if self.to_hidden is not None:
             terms, found = project_onto(terms, mx, *layers, self.to_hidden)
+        elif layers:
+            found = project(mx, *layers)
         each = iter(found)
         return Gates(*(None if layer is None else next(each) for layer in gates)), terms
 

@@ -103,14 +103,6 @@ def choose_backend(x: Tensor, *others: Tensor | None, triton: bool = True, cpu: 
     return "eager"
 
 
-def gpu_functions_run_on(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether an operator of PyTorch's own operations may be an autograd function with hand-written gradients:
-    there are gradients, nobody watches operations, and all are plain tensors, ``x`` one that Triton kernels support."""
-    if is_watched() or not torch.is_grad_enabled() or not triton_kernels_run_on(x):
-        return False
-    return all(t is None or type(t) in PLAIN for t in (x, *others))
-
-
 def is_plain_float32(*tensors: Tensor | None) -> bool:
     """Return whether all ``tensors`` but None are plain float32 on the CPU and operations are not watched."""
     return not is_watched() and all(map(_is_plain, tensors))

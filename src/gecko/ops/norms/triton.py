@@ -46,8 +46,8 @@ def group_norm_of_sum(
     centered: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``group_norm`` of the sum of x and one or two branches, and the sum."""
-    second = branches[1] if len(branches) == 2 else None
-    y, total = _group_norm(x, branches[0], second, weight, bias, groups, eps, centered, dtype)
+    first, second = branches if len(branches) == 2 else (*branches, None)
+    y, total = _group_norm(x, first, second, weight, bias, groups, eps, centered, dtype)
     return y, total
 
 
@@ -64,7 +64,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the norm of the sum of x and branches, and the sum, which is empty without branches."""
     rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
-    x, branches = x.contiguous(), [None if t is None else t.contiguous() for t in (first, second)]
+    x, *branches = (None if t is None else t.contiguous() for t in (x, first, second))
     y, total = torch.empty_like(x, dtype=dtype), x.new_empty(0)
     if first is not None:
         total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, first.dtype))
