@@ -116,9 +116,7 @@ def test_intermediate_values(case):
     }.items():  # fmt: skip
 
         def keep(module, inputs, output, name=name):
-            while not isinstance(output, Tensor):
-                output = output[0]
-            found[name] = output
+            found[name] = output if isinstance(output, Tensor) else output[0]
 
         module.register_forward_hook(keep)
     tokens = tensors["input/tokens"]

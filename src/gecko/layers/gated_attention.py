@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.cema import CEMA
-from gecko.layers.linear import Terms, linear, project, project_onto
+from gecko.layers.linear import linear, project
 from gecko.layers.norms import RMSNorm, block_norm
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, state_before
 from gecko.ops.common import compute_dtype
@@ -98,8 +98,8 @@ class GatedAttention(nn.Module):
             nn.init.constant_(self.scale[2:], config.memory_key_length - 1)
         self.offset = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
 
-    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Terms, MixerState]:
-        """Return the terms of y, of the shape of x, (B, T, D), and the state after the last token.
+    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
+        """Return y of the shape of x, (B, T, D), and the state after the last token.
 
         States that come from other ranks are sent as early and waited for as late as possible, so their exchange
         overlaps with the values, with gate and hidden projection, and with attention.
@@ -121,10 +121,10 @@ class GatedAttention(nn.Module):
             shared, v, convolution = self.convolved(shared, xn, None if state is None else state.convolution, segments)
         projections = self.queries_and_keys(shared)
         before = self.before(projections, shared[-1], v, state, segments)
-        gates, terms = self.gates_and_residual(mx, x)
+        gates, y = self.gates_and_residual(mx, x)
         out, attention, memory = self.mix(projections, v, gates, before, segments)
-        terms, _ = project_onto(terms, out, self.to_output)
-        return terms, MixerState(norm, moving, attention, memory, convolution)
+        (y,) = project(out, self.to_output, onto=y)
+        return y, MixerState(norm, moving, attention, memory, convolution)
 
     def values(self, xn: Tensor) -> Tensor:
         """Return v, (B, K, T, value_head_dim)."""
@@ -168,16 +168,12 @@ class GatedAttention(nn.Module):
         normal = projected if self.key_norm is None else self.key_norm(projected)
         return by_head(normal, self.config.num_key_value_heads)
 
-    def gates_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Gates, Terms]:
-        """Return the gates before their activations, and the terms of x plus the hidden branch."""
-        gates, terms = (self.to_gate, self.to_memory_gate), (x,)
-        layers, found = [layer for layer in gates if layer is not None], ()
-        if self.to_hidden is not None:
-            terms, found = project_onto(terms, mx, *layers, self.to_hidden)
-        elif layers:
-            found = project(mx, *layers)
-        each = iter(found)
-        return Gates(*(None if layer is None else next(each) for layer in gates)), terms
+    def gates_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Gates, Tensor]:
+        """Return the gates before their activations, and x plus the hidden branch."""
+        layers = [layer for layer in (self.to_gate, self.to_memory_gate, self.to_hidden) if layer is not None]
+        found = iter(project(mx, *layers, onto=None if self.to_hidden is None else x) if layers else ())
+        gates = Gates(*(None if layer is None else next(found) for layer in (self.to_gate, self.to_memory_gate)))
+        return gates, x if self.to_hidden is None else next(found)
 
     def before(
         self, projections: tuple[Tensor, ...], z: Tensor, v: Tensor, state: MixerState | None, segments: Segments

@@ -12,7 +12,6 @@ from gecko.config import GeckoConfig
 from gecko.layers.norms import BlockRMSNorm, LayerNorm
 from gecko.ops.common import from_linear
 from gecko.ops.feed_forward import feed_forward, swiglu
-from gecko.ops.norms import norm_adds
 from gecko.ops.projections import projections
 from gecko.runtime.private import global_module_hooks
 
@@ -45,20 +44,6 @@ def project(x: Tensor, *layers: nn.Linear, onto: Tensor | None = None) -> tuple[
     return tuple(outputs)
 
 
-Terms = tuple[Tensor, ...]
-"""Tensors whose sum is the residual stream: one, or, on a GPU, also those that the next norm adds to it."""
-
-
-def project_onto(terms: Terms, x: Tensor, *layers: nn.Linear) -> tuple[Terms, tuple[Tensor, ...]]:
-    """Return ``terms`` with the last layer's output for x, and the outputs of the other layers."""
-    if norm_adds(terms[0]):
-        *others, last = project(x, *layers)
-        return (*terms, last), tuple(others)
-    (onto,) = terms
-    *others, last = project(x, *layers, onto=onto)
-    return (last,), tuple(others)
-
-
 def is_bare(layer: nn.Linear) -> bool:
     """Return whether weight and bias define the layer: a plain ``nn.Linear`` without hooks."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):  # accelerate replaces it to load offloaded weights
@@ -70,8 +55,8 @@ def is_bare(layer: nn.Linear) -> bool:
 class FeedForward(nn.Module):
     """onto + fc2(silu(fc1 u) · fc3 u) with u = LayerNorm(x), or RMSNorm(x) with ``norm="rms"``.
 
-    x is the sum of ``terms``, and ``onto`` the residual of the block. There is no fc3 without ``swiglu``. With
-    ``ffn_scale``, a learned vector multiplies the output of fc2.
+    There is no fc3 without ``swiglu``. With ``ffn_scale``, a learned vector multiplies the output of fc2. ``onto`` is
+    the residual of the block.
     """
 
     def __init__(self, config: GeckoConfig, layer: int) -> None:
@@ -83,10 +68,9 @@ class FeedForward(nn.Module):
         initial = torch.full((config.model_dim,), 0.1 * 0.5**layer)
         self.scale = nn.Parameter(initial) if config.ffn_scale else None
 
-    def forward(self, terms: Terms, onto: Tensor | None = None) -> Tensor:
-        """Return the sum, of the shape of each term, (B, T, D). ``onto`` None is x."""
-        u, x = self.norm(*terms)
-        onto = x if onto is None else onto
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """Return the sum, of the shape of x and onto, (B, T, D)."""
+        u = self.norm(x)
         if self.fc3 is not None and self.scale is None and all(map(is_bare, (self.fc1, self.fc2, self.fc3))):
             return feed_forward(u, self.fc1.weight, self.fc3.weight, self.fc2.weight, onto)
         hidden = F.silu(self.fc1(u)) if self.fc3 is None else swiglu(self.fc1(u), self.fc3(u))

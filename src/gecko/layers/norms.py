@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import linear_dtype
-from gecko.ops.norms import group_rms_norm, norm_of_sum
+from gecko.ops.norms import group_layer_norm, group_rms_norm
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.ops.timestep_norm.context import timestep_norm_state_before
 from gecko.segments import Segments
@@ -63,16 +63,13 @@ class RMSNorm(nn.Module):
 
 
 class BlockRMSNorm(RMSNorm):
-    """RMS norm of ``norm="rms"``, of the sum of its inputs, which it also returns. Its weight is the factor itself:
-    those of Llamas are small, and would keep few digits in 16 bits as offsets from 1."""
+    """RMS norm of ``norm="rms"``. Its weight is the factor itself: those of Llamas are small, and would keep few digits
+    in 16 bits as offsets from 1."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__(config)
         if self.weight is not None:
             nn.init.ones_(self.weight)
-
-    def forward(self, *terms: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return norm_of_sum(terms, self.offset(), None, self.groups, self.eps, False, linear_dtype(terms[0]))
 
     def offset(self) -> Tensor | None:
         return (
@@ -84,7 +81,7 @@ class StepRMSNorm(BlockRMSNorm):
     """RMS norm of single steps in the place of a ``TimestepNorm``: it has no state."""
 
     def forward(self, x: Tensor, state: None, segments: Segments) -> tuple[Tensor, None]:  # type: ignore[override]
-        return super().forward(x)[0], None
+        return super().forward(x), None
 
 
 def block_norm(config: GeckoConfig) -> TimestepNorm | StepRMSNorm:
@@ -93,10 +90,7 @@ def block_norm(config: GeckoConfig) -> TimestepNorm | StepRMSNorm:
 
 
 class LayerNorm(nn.Module):
-    """Layer norm of the sum of its inputs over each group of features, with weight and bias; it also returns the sum.
-
-    The dtype of the norm is as in ``RMSNorm``.
-    """
+    """Layer norm over each group of features, with weight and bias. The output dtype is as in ``RMSNorm``."""
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
@@ -104,5 +98,5 @@ class LayerNorm(nn.Module):
         self.weight = _offsets(config.model_dim, config.norm_affine)
         self.bias = _offsets(config.model_dim, config.norm_affine)
 
-    def forward(self, *terms: Tensor) -> tuple[Tensor, Tensor]:
-        return norm_of_sum(terms, self.weight, self.bias, self.groups, self.eps, True, linear_dtype(terms[0]))
+    def forward(self, x: Tensor) -> Tensor:
+        return group_layer_norm(x, self.weight, self.bias, self.groups, self.eps, linear_dtype(x))

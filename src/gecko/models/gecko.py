@@ -46,8 +46,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
         """Map x (B, T, D) to the same shape; also return the state after the last token."""
-        terms, state = self.mixer(x, state, segments)
-        return self.feed_forward(terms, x if self.two_hop_residual else None), state
+        y, state = self.mixer(x, state, segments)
+        return self.feed_forward(y, onto=x if self.two_hop_residual else y), state
 
 
 class Gecko(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gecko.config import PAPER, GeckoConfig
 from gecko.layers.cema import CEMA
 from gecko.layers.gated_attention import GatedAttention, Gates, Heads, MixerState
-from gecko.layers.linear import FeedForward, Terms, linear, project
+from gecko.layers.linear import FeedForward, linear, project
 from gecko.models.gecko import Block, Gecko
 from gecko.runtime.tensors import map_tensors
 from gecko.segments import Ready, Segments
@@ -120,8 +120,8 @@ class ShardedMixer(GatedAttention):
         self.cema: CEMA = CEMA(channels, config.cema_modes, config.cema_skip)
         self.to_hidden: nn.Linear = linear(channels, config.model_dim, bias=True)
 
-    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Terms, MixerState]:
-        """Return the one term of y, of the shape of x, (B, T, D), and the state of this rank's heads and channels."""
+    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
+        """Return y of the shape of x, (B, T, D), and the state of this rank's heads and channels."""
         ranks = self.ranks
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
         channels = ranks.part(xn, -1).contiguous()
@@ -134,7 +134,7 @@ class ShardedMixer(GatedAttention):
         before = Heads(None, None) if state is None else Heads(state.attention, state.memory)
         out, attention, memory = self.mix(self.queries_and_keys((z,)), v, Gates(gate, None), Ready(before), segments)
         (y,) = project(out, self.to_output, onto=y)
-        return (ranks.all_reduce(y),), MixerState(norm, moving, attention, memory)
+        return ranks.all_reduce(y), MixerState(norm, moving, attention, memory)
 
 
 class ShardedFeedForward(FeedForward):
@@ -144,6 +144,6 @@ class ShardedFeedForward(FeedForward):
         super().__init__(config, layer)
         self.ranks = ranks
 
-    def forward(self, terms: Terms, onto: Tensor | None = None) -> Tensor:
-        """Return the sum, of the shape of the one term, (B, T, D)."""
-        return self.ranks.all_reduce(super().forward(terms, self.ranks.once(terms[0] if onto is None else onto)))
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """Return the sum, of the shape of x and onto, (B, T, D)."""
+        return self.ranks.all_reduce(super().forward(x, self.ranks.once(onto)))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
@@ -94,27 +91,6 @@ def group_layer_norm(
         return F.layer_norm(wide, (x.shape[-1],), scale, bias, eps).to(dtype)
     y = F.layer_norm(wide.unflatten(-1, (groups, -1)), (x.shape[-1] // groups,), eps=eps).flatten(-2)
     return (y if scale is None or bias is None else torch.addcmul(bias, y, scale)).to(dtype)
-
-
-def norm_adds(x: Tensor) -> bool:
-    """Return whether ``norm_of_sum`` adds terms of the dtype of x in the pass that normalises them."""
-    return choose_backend(x, cpu=False) == "triton"
-
-
-def norm_of_sum(
-    terms: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return ``group_layer_norm`` or, unless ``centered``, RMS norm of the sum of one to three ``terms``, and it."""
-    x, *branches = terms
-    if branches and norm_adds(x):
-        from gecko.ops.norms.triton import group_norm_of_sum
-
-        return group_norm_of_sum(x, branches, weight, bias, groups, eps, centered, dtype)
-    x = reduce(add, terms)
-    if centered:
-        return group_layer_norm(x, weight, bias, groups, eps, dtype), x
-    return group_rms_norm(x, weight, groups, eps, dtype), x
 
 
 def _backend(
