@@ -11,8 +11,8 @@ number of pairs grows to its size in the first half of training, which ends earl
 
 **Forms.** Each is a Gecko of one layer and one head. All store a matrix of key width × 64 float32 numbers: the bytes of
 state here, without normaliser and window. The delta rules write every token, with keys of length 1, in the place of
-Gecko's memory. The package has no orthogonal update. Of two learning rates each form has the one with the lower loss in
-the middle cell, on rows of the tuning split.
+Gecko's memory. The package has no orthogonal update. Of four learning rates each form has the one with the least loss
+in the middle cell, on rows of the tuning split.
 
 **Margin**, stated before the first run: in a cell two forms differ if the 95 % interval over three seeds of the paired
 difference in recall (Student's t) is beyond ±0.05; over the grid if the one over its cells is (``MARGIN``). One seed
@@ -38,7 +38,7 @@ from ladder import RESULTS, Table, half_width, rows_of
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.eval.synthetic import SyntheticBatch, TaskSize, hits_by_distance, mqar
+from gecko.eval.synthetic import SyntheticBatch, TaskSize, generator_of, hits_by_distance, mqar
 from gecko.inference.prefill import inference
 from gecko.layers.gated_attention import GatedAttention
 from gecko.models import Gecko
@@ -48,12 +48,10 @@ from gecko.runtime.process import code_version, keep_freed_memory, processor_nam
 BEGIN, END = "<!-- benchmarks/capacity.py -->\n", "<!-- end capacity -->\n"
 """Marks of the table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
 MARGIN = 0.05
-PAIRS, WIDTHS, RATES, SEEDS = (4, 8, 16, 32, 64), (16, 32, 64, 128), (3e-3, 1e-2), 3
+PAIRS, WIDTHS, RATES, SEEDS = (4, 8, 16, 32, 64), (16, 32, 64, 128), (1e-3, 3e-3, 1e-2, 3e-2), 3
 MIDDLE, EDGE = (16, 32), (0.2, 0.9)
 CHUNK, STEPS, ROWS, TEST_ROWS, KNOWN = 16, 2000, 32, 256, 0.02
 """Tokens of a chunk, steps, rows of a step and of a split, and the mean loss of 25 steps that ends the training."""
-TUNING, TEST = 2**60, 2**61
-"""Seeds of the rows of each split, less the run's; training has others."""
 SHAPE = {
     "vocab_size": 160, "num_layers": 1, "model_dim": 64, "value_dim": 64, "num_heads": 1, "ffn_dim": 128,
     "chunk_size": CHUNK, "timestep_groups": 4, "cema_modes": 4,
@@ -177,9 +175,9 @@ COLUMNS = ("split", "form", "pairs", "width", "seed", "rate", "steps", "recall",
            "processor")  # fmt: skip
 
 
-def far_pairs(pairs: int, rows: int, seed: int) -> SyntheticBatch:
+def far_pairs(pairs: int, rows: int, *seed: object) -> SyntheticBatch:
     """Return MQAR with two chunks of token 0 between pairs and queries."""
-    near = mqar(TaskSize(4 * pairs, SHAPE["vocab_size"], pairs, noise=False), rows, torch.Generator().manual_seed(seed))
+    near = mqar(TaskSize(4 * pairs, SHAPE["vocab_size"], pairs, noise=False), rows, generator_of(*seed))
 
     def apart(x: Tensor, fill: int) -> Tensor:
         return torch.cat([x[:, : 2 * pairs], x.new_full((rows, 2 * CHUNK), fill), x[:, 2 * pairs :]], dim=1)
@@ -203,7 +201,7 @@ def train(cell: Cell) -> tuple[Gecko, int]:
         down = 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, cell.steps - rise)))
         optimizer.param_groups[0]["lr"] = cell.rate * ((step + 1) / rise if step < rise else down)
         grown = 4 if step < cell.steps / 4 else 2 if step < cell.steps / 2 else 1
-        batch = far_pairs(cell.pairs // grown, ROWS, cell.seed * 2**33 + step)
+        batch = far_pairs(cell.pairs // grown, ROWS, "train", cell.seed, step)
         loss = model.loss(batch.tokens, batch.targets)
         optimizer.zero_grad()
         loss.backward()
@@ -220,7 +218,7 @@ def run(cell: Cell) -> tuple[object, ...]:
     torch.set_num_threads(1)
     keep_freed_memory()
     model, steps = train(cell)
-    batch = far_pairs(cell.pairs, TEST_ROWS, (TEST if cell.split == "test" else TUNING) + cell.seed)
+    batch = far_pairs(cell.pairs, TEST_ROWS, cell.split, cell.seed)
     with inference(model):
         logits, _ = model(batch.tokens)
         loss = float(model.loss(batch.tokens, batch.targets))
@@ -235,7 +233,7 @@ def found(form: str) -> dict[tuple[int, int], dict[int, float]]:
     """Return the recall of a form by cell and seed."""
     by_cell: dict[tuple[int, int], dict[int, float]] = {}
     for row in rows_of("capacity.csv"):
-        if row["split"] == "test" and row["form"] == form:
+        if (row["split"], row["form"], row["steps"]) == ("test", form, str(STEPS)):
             by_cell.setdefault((int(row["pairs"]), int(row["width"])), {})[int(row["seed"])] = float(row["recall"])
     return by_cell
 
@@ -243,8 +241,11 @@ def found(form: str) -> dict[tuple[int, int], dict[int, float]]:
 def grid(only: Sequence[str], steps: int, seeds: range, lines: Sequence[Mapping[str, str]]) -> Iterator[Cell]:
     """Yield the cells of all forms at their best rate: the first seed everywhere, the others at the edge."""
     for form in only:
-        tuned = [row for row in lines if row["split"] == "tuning" and row["form"] == form]
-        rate = float(min(tuned, key=lambda row: float(row["loss"]))["rate"])
+        lines = [row for row in lines if row["steps"] == str(steps)]
+        tuned = {
+            float(row["rate"]): float(row["loss"]) for row in lines if (row["split"], row["form"]) == ("tuning", form)
+        }
+        rate = min(tuned, key=lambda rate: tuned[rate] if math.isfinite(tuned[rate]) else math.inf)
         first = {(int(row["pairs"]), int(row["width"])): float(row["recall"]) for row in lines
                  if row["split"] == "test" and row["form"] == form and row["seed"] == "0"}  # fmt: skip
         for width in WIDTHS if form != NONE else (64,):

@@ -279,6 +279,17 @@ def test_rows_of_training_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [size.length for size in seen] == [8, 8, 16, 16, 32]
 
 
+def test_no_rows_are_seen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by two steps, nor by training and test, nor by runs of two seeds."""
+    batches: list[SyntheticBatch] = []
+    monkeypatch.setitem(TASKS, "mqar", lambda *given: (batches.append(mqar(*given)), batches[-1])[1])
+    for seed in (0, 1, 2**32):
+        diagnosis = Diagnosis(size=TaskSize(32, 16, 4), model=MODEL, steps=4, batch_size=32, test_rows=96, seed=seed)
+        diagnose("mqar", diagnosis, torch.device("cpu"))
+    rows = torch.cat([batch.tokens for batch in batches])
+    assert len(rows) == 3 * (4 * 32 + 96) and len(rows.unique(dim=0)) == len(rows)
+
+
 def test_a_diverged_diagnosis_is_written_and_says_so(tmp_path: Path) -> None:
     diagnosis = Diagnosis(size=TaskSize(16, 16, 2), model=MODEL, steps=6, learning_rate=1e30, test_rows=8)
     results = diagnose("mqar", diagnosis, torch.device("cpu"))

@@ -148,7 +148,8 @@ def test_the_command_writes_a_model_that_generates(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 16}, "--length must be above the window of 16 tokens"),
+        ({"length": 18}, "--length must be at least three tokens above the window of 16 tokens"),
+        ({"length": 19}, "Or leave pass keys out with --needles 0."),
         ({"tokens": 600}, "--tokens must hold two steps"),
         ({"needles": 2.0}, "--needles must be a share in 0..1"),
         ({"learning_rate": 0.0}, "--learning-rate positive"),
@@ -159,6 +160,31 @@ def test_bad_settings_are_refused(folder: Path, changes: dict[str, Any], message
     settings = dataclasses.replace(SETTINGS, **changes)
     with pytest.raises(ValueError, match=message):
         distill(gecko.load(folder / "model"), ByteTokenizer(), open_texts(texts(folder), joined=False), settings)
+
+
+def test_a_text_is_not_both_learned_and_held_out(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_bytes(Path(texts(folder)[0]).read_bytes())
+    given = open_texts([*texts(folder), str(tmp_path / "copy.txt")], joined=False)
+    with pytest.raises(ValueError, match=r"copy\.txt begins as .*Name one\."):
+        distill(gecko.load(folder / "model"), ByteTokenizer(), given, SETTINGS)
+
+
+def test_what_somebody_wrote_into_the_folder_meanwhile_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, train = folder / "busy", module.taught
+
+    def write(*given: Any) -> Any:
+        (out / "model.safetensors").write_text("mine")
+        return train(*given)
+
+    monkeypatch.setattr(module, "taught", write)
+    words = ["--tokens", "1024", "--length", "512", "--tokenizer", "bytes"]
+    result = CliRunner().invoke(app, ["distill", str(folder / "model"), str(out), *texts(folder), *words])
+    assert result.exit_code == 0, result.stderr
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"] and (
+        out / "model.safetensors"
+    ).read_text() == "mine"
+    (beside,) = folder.glob("busy-*")
+    assert beside.name in result.stdout and gecko.load(beside).config.memory == "adaptive"
 
 
 def test_a_model_that_is_no_converted_llama_is_refused(folder: Path, taught: tuple[Gecko, Gecko, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import MISSING
@@ -57,8 +58,8 @@ class Distill(TakesTokenizer, TakesDevice):
     The student has the Llama's parameters, unchanged, and an adaptive memory with a gate per head, which are trained:
     first layer by layer, to give what full attention gives, then by the logits. Every other step reads with a quarter
     of the window. Two chunks of a text are computed as before. Of the texts, a fifth (at least the last two) is held
-    out; the losses of its tokens beyond the window are printed, and written to OUT/distill.json. The folder appears at
-    the end: a run that is stopped leaves nothing.
+    out; the losses of its tokens beyond the window are printed, and written to OUT/distill.json. A run that is
+    stopped leaves an empty folder.
 
     **Examples**
 
@@ -84,7 +85,7 @@ class Distill(TakesTokenizer, TakesDevice):
     learning_rate: float = 3e-3
     """Largest learning rate."""
     seed: int = 0
-    """Seed of the order of rows, of needles, and of intervals."""
+    """Seed of the order of rows and of needles."""
 
     def run(self) -> None:
         from gecko.cli.arguments import find_gecko, load_any_model
@@ -103,16 +104,23 @@ class Distill(TakesTokenizer, TakesDevice):
         model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, None, find_gecko)
         assert isinstance(model, Gecko)
         check_teacher(model)
+        out.mkdir(parents=True, exist_ok=True)
         with progress() as report:
             student, results = distill(model.float(), tokenizer, texts, settings, report)
+        if any(out.iterdir()):  # somebody else wrote there meanwhile
+            out = out.with_name(f"{out.name}-{os.getpid()}")
         with whole_folder(out) as folder:
             student.save(folder)
             _copy_beside(source, folder)
-            copy_card(source, folder, f"gecko distill trained a memory and its gates on {self.tokens:,} tokens.")
-            described = describe_model(student, tokenizer, str(self.out))
+            copy_card(
+                source,
+                folder,
+                f"gecko distill trained a memory and its gates on {results.settings['tokens']:,} tokens.",
+            )
+            described = describe_model(student, tokenizer, str(out))
             device = student.embedding.weight.device
             results.save(folder / "distill.json", described, command_line(), describe_hardware(device))
-        print_results(results, str(self.out))
+        print_results(results, str(out))
 
 
 class Consolidate(Command):

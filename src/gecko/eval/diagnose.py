@@ -11,14 +11,18 @@ import torch
 
 from gecko.config import GeckoConfig
 from gecko.eval.results import Report, Results, Score, quiet, share_by_row
-from gecko.eval.synthetic import TASKS, SyntheticBatch, TaskSize, check_task, guessing, hits_by_distance
+from gecko.eval.synthetic import (
+    TASKS,
+    SyntheticBatch,
+    TaskSize,
+    check_task,
+    generator_of,
+    guessing,
+    hits_by_distance,
+)  # fmt: skip
 from gecko.inference.prefill import inference
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, parse_config
 from gecko.records import Parsed
-
-_TEST_SEED = 2**32
-"""Offset of the test's seeds, so that no test row occurs in training."""
-
 
 SMALL: dict[str, ModelConfig] = {
     "gecko": GeckoConfig(
@@ -97,7 +101,7 @@ def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, se
     chunk, device = model.config.chunk_size or _PIECE, next(model.parameters()).device
     whole, found = list[list[bool]](), dict[int, list[list[bool]]]()
     for first in range(0, rows, 32):
-        batch = _batch(task, size, min(32, rows - first), seed + _TEST_SEED + first)
+        batch = TASKS[task](size, min(32, rows - first), generator_of("test", seed, first))
         with inference(model):
             output = model(batch.tokens.to(device))
         predicted = (output[0] if isinstance(output, tuple) else output).argmax(-1).cpu()
@@ -125,8 +129,8 @@ def _train(
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, diagnosis))
     device, every, losses = next(model.parameters()).device, max(1, diagnosis.steps // 20), []
     for step in range(diagnosis.steps):
-        # Seeds of different runs are far apart, so that no two runs see the same rows.
-        batch = _batch(task, diagnosis.size_at(step), diagnosis.batch_size, diagnosis.seed * 2**33 + step)
+        generator = generator_of("train", diagnosis.seed, step)
+        batch = TASKS[task](diagnosis.size_at(step), diagnosis.batch_size, generator)
         loss = model.loss(batch.tokens.to(device), batch.targets.to(device))
         optimizer.zero_grad()
         loss.backward()
@@ -154,7 +158,3 @@ def _rate(step: int, diagnosis: Diagnosis) -> float:
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, diagnosis.steps - rise)))
-
-
-def _batch(task: str, size: TaskSize, rows: int, seed: int) -> SyntheticBatch:
-    return TASKS[task](size, rows, torch.Generator().manual_seed(seed))

@@ -9,6 +9,7 @@ A batch has the position of the token that each answer repeats, so that accuracy
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -289,6 +290,15 @@ def guessing(task: str, size: TaskSize) -> float:
         "permutations": lambda: math.factorial(size.items),
     }  # fmt: skip
     return 1 / shown[check_task(task)]()
+
+
+def generator_of(*seed: object) -> torch.Generator:
+    """Return a generator of the rows that these parts of a seed name.
+
+    PyTorch's generator on a CPU takes 32 bits of its seed, so sums of large numbers would repeat the rows of others.
+    """
+    digest = hashlib.blake2b(repr(seed).encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def check_task(task: str) -> str:

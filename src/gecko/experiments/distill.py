@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gecko.config import GeckoConfig
 from gecko.data import Tokenizer, document_ids
-from gecko.eval.results import Report, Results, Score, bootstrap_mean, quiet
+from gecko.eval.results import Report, Results, Score, quiet, standard_error
+from gecko.eval.results import student as students_t
 from gecko.eval.retrieval import Haystack, units_by_length
 from gecko.eval.scored_model import Cursor, Text
 from gecko.io.quantization import is_quantized
@@ -64,15 +65,15 @@ class Distillation:
     learning_rate: float = 3e-3
     """Peak rate of AdamW, which cosines lower in both halves."""
     seed: int = 0
-    """Seed of the order of rows, of needles, and of intervals."""
+    """Seed of the order of rows and of needles."""
 
     def row_length(self, config: GeckoConfig) -> int:
         """Return the tokens in a row; ValueError if a setting does not fit the model."""
         window = 2 * config.chunk_size
         length = LONG * window if self.length is None else self.length
-        if length <= window:
-            raise ValueError(f"--length must be above the window of {window:,} tokens, beyond which nothing can be "
-                             f"learned; got {length:,}. Try {LONG * window}.")  # fmt: skip
+        if length < window + 3:
+            raise ValueError(f"--length must be at least three tokens above the window of {window:,} tokens, in which "
+                             f"nothing can be learned; got {length:,}. Try {LONG * window}.")  # fmt: skip
         if self.batch < 1 or self.tokens < 2 * self.batch * length:
             raise ValueError(f"--tokens must hold two steps of --batch rows of {length:,} tokens; got {self.tokens:,} "
                              f"and {self.batch} rows. Try --tokens {2 * max(1, self.batch) * length}.")  # fmt: skip
@@ -80,6 +81,10 @@ class Distillation:
             raise ValueError(f"--needles must be a share in 0..1, and --learning-rate positive; got {self.needles} and "
                              f"{self.learning_rate}.")  # fmt: skip
         return length
+
+    def steps(self, length: int) -> int:
+        """Return the steps of each way, of whole batches."""
+        return self.tokens // (2 * self.batch * length)
 
 
 def distill(
@@ -92,16 +97,22 @@ def distill(
     """
     check_teacher(model)
     length = settings.row_length(model.config)
+    hay = Haystack("passkey", tokenizer, length, units_by_length("passkey", tokenizer)(length))
+    try:
+        units = hay.fit() if settings.needles else 0
+    except ValueError as error:
+        raise ValueError(f"{error} Or leave pass keys out with --needles 0.") from error
     most = max(ROWS, -(-settings.tokens // (length * max(1, len(texts) - 2))))
     rows = {text.name: rows_of(text, tokenizer, length, most) for text in texts}
     train, held_out = divided({name: found for name, found in rows.items() if found}, length)
     student = student_of(model)
-    batches = batches_of(train, tokenizer, length, settings)
+    batches = batches_of(train, partial(needle, hay, units, tokenizer), settings)
     curves = taught(student, model, batches, settings, length, report)
     report("scoring the held-out texts")
-    scores = compared(student, model, held_out, settings.seed)
+    scores = compared(student, model, held_out)
     skipped = [f"skipped {name}: it has fewer than {length:,} tokens" for name, found in rows.items() if not found]
-    used = {**vars(settings), "length": length, "texts": list(train), "held_out": list(held_out)}
+    read = 2 * settings.steps(length) * settings.batch * length
+    used = {**vars(settings), "tokens": read, "length": length, "texts": list(train), "held_out": list(held_out)}
     return student, Results("distill", scores, used, settings.seed, skipped, {"losses": curves})
 
 
@@ -146,15 +157,22 @@ def divided(rows: Rows, length: int) -> tuple[Rows, Rows]:
     if len(rows) <= count:
         raise ValueError(f"TEXT must be at least 3 files of {length:,} tokens each, of which 2 are held out; "
                          f"got {len(rows)}. Give more files, or a smaller --length.")  # fmt: skip
-    names = list(rows)
+    names, seen = list(rows), dict[bytes, str]()
+    for name in names:
+        if (same := seen.setdefault(rows[name][0].numpy().tobytes(), name)) != name:
+            raise ValueError(f"TEXT must be different texts, as some are held out; {name} begins as {same}. Name one.")
     return {name: rows[name] for name in names[:-count]}, {name: rows[name][:ROWS] for name in names[-count:]}
 
 
-def batches_of(rows: Rows, tokenizer: Tokenizer, length: int, settings: Distillation) -> Iterator[Tensor]:
+def needle(hay: Haystack, units: int, tokenizer: Tokenizer, seed: str) -> Tensor:
+    """Return a document in which a pass key is hidden and asked for, with the answer."""
+    sample = hay.sample(units, None, seed)
+    return document_ids(tokenizer, f"{sample.prompt} {sample.answers[0]}.")
+
+
+def batches_of(rows: Rows, needle: Callable[[str], Tensor], settings: Distillation) -> Iterator[Tensor]:
     """Yield batches (rows, length) without end, in random order. A needle's row ends with the text that it replaces."""
     draw = random.Random(settings.seed)
-    hay = Haystack("passkey", tokenizer, length, units_by_length("passkey", tokenizer)(length))
-    units = hay.fit() if settings.needles else 0
     every = [row for found in rows.values() for row in found]
     held: list[Tensor] = []
     while True:
@@ -163,8 +181,7 @@ def batches_of(rows: Rows, tokenizer: Tokenizer, length: int, settings: Distilla
             held = held or draw.sample(every, len(every))
             row = held.pop()
             if draw.random() < settings.needles:
-                sample = hay.sample(units, None, str(draw.random()))
-                row = torch.cat([document_ids(tokenizer, f"{sample.prompt} {sample.answers[0]}."), row])[:length]
+                row = torch.cat([needle(str(draw.random())), row])[: len(row)]
             batch.append(row)
         yield torch.stack(batch)
 
@@ -191,7 +208,7 @@ def taught(
         parameter.requires_grad_(name in trained)
     rates = OptimizerSettings(learning_rate=settings.learning_rate, weight_decay=0.0)
     optimizer = build_optimizer(student, rates)
-    device, steps = student.embedding.weight.device, settings.tokens // (2 * settings.batch * length)
+    device, steps = student.embedding.weight.device, settings.steps(length)
     stages: dict[str, Loss] = {"layers": layer_losses, "logits": logit_loss}
     curves: dict[str, list[float]] = {stage: [] for stage in stages}
     for stage, loss_of in stages.items():
@@ -259,7 +276,7 @@ def _divergence(head: Tensor, theirs: Tensor, ours: Tensor) -> Tensor:
     return F.kl_div(q, p, log_target=True, reduction="sum")
 
 
-def compared(student: Gecko, model: Gecko, held_out: Rows, seed: int) -> list[Score]:
+def compared(student: Gecko, model: Gecko, held_out: Rows) -> list[Score]:
     """Return the mean losses beyond the window by position: full attention, memory off, memory on, and on less off."""
     window, length = 2 * model.config.chunk_size, len(next(iter(held_out.values()))[0])
     models = {"full attention": full_attention(model, length), "memory off": model, "memory on": student}
@@ -273,7 +290,7 @@ def compared(student: Gecko, model: Gecko, held_out: Rows, seed: int) -> list[Sc
     for low, high in ranges:
         for name, of_documents in losses.items():
             means = of_documents[:, low:high].mean(1)
-            interval = bootstrap_mean(means, "held-out texts", seed)
+            interval = students_t(float(means.mean()), standard_error(means.tolist()), len(means), "held-out texts")
             where = {"tokens before": f"{low:,} .. {high - 1:,}"}
             scores.append(Score(name, float(means.mean()), len(means), "texts", interval, where))
     return scores
