@@ -98,9 +98,10 @@ def page() -> str:
         "# Synthetic tasks, and what the memory tells apart",
         "",
         "Made by `python benchmarks/evidence.py --write` of `../scores.csv.gz`; `../results.csv` has commands, "
-        "hardware and versions. Intervals: Wilson, 95 %, of the answers of the runs named; runs differ by more. The trained "
-        "models are of commits before 27 November 2026, when PyTorch cut the seeds of rows to 32 bits: seeds differ in "
-        "the first weights alone, and without growth most test rows stood in training too, among 30 times as many others.",
+        "hardware and versions. Intervals: Wilson, 95 %, of the answers of the runs named; runs differ by more. The "
+        "trained models are of commits before 27 November 2026, when PyTorch cut the seeds of rows to 32 bits: seeds "
+        "differ in the first weights alone, and without growth most test rows stood in training too, among 30 times as "
+        "many others.",
         "",
     ]
     if kept.has(RESOLUTION):
