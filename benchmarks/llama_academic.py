@@ -26,9 +26,10 @@ import gecko
 from gecko.data.tokenizers import Tokenizer, load_tokenizer
 from gecko.eval.academic import academic
 from gecko.eval.scored_model import GeckoModel, Predicted
+from gecko.io.model_folder import fingerprint
 
 TASKS = ("arc_easy", "piqa", "winogrande", "boolq")
-COLUMNS = ("side", "task", "metric", "value", "low", "high", "items", "seconds")
+COLUMNS = ("side", "task", "metric", "value", "low", "high", "items", "seconds", "longest", "limit", "weights")
 
 
 @dataclass
@@ -48,6 +49,8 @@ class TransformersModel:
     model: PreTrainedModel
     tokenizer: Tokenizer
     chunk_size: None = None
+    longest: int = 0
+    """Tokens of the longest prompt with its answer, so far."""
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, after: None = None) -> Reading:
@@ -56,10 +59,11 @@ class TransformersModel:
 
     @torch.inference_mode()
     def predict(self, after: Reading, tokens: Tensor) -> Predicted:
+        self.longest = max(self.longest, after.length + len(tokens))
         logits = after.logits[None]
         if len(tokens) > 1:
             found = self.model(tokens[None, :-1], past_key_values=after.cache, use_cache=True)
-            after.cache.crop(after.length)
+            after.cache.crop(1 - len(tokens))
             logits = torch.cat([logits, found.logits[0].float()])
         return Predicted(F.cross_entropy(logits, tokens, reduction="none"), logits.argmax(-1) == tokens)
 
@@ -73,36 +77,46 @@ def main() -> None:
         arguments.gguf.parent, gguf_file=arguments.gguf.name, dtype=torch.float32
     )
     sides = {"Gecko block": GeckoModel(model, tokenizer, folder.name), "Llama": TransformersModel(llama, tokenizer)}
+    where = {"limit": str(arguments.limit or ""), "weights": fingerprint(model)}
     for task in arguments.tasks:
         for side, scored in sides.items():
-            if not any((row["side"], row["task"]) == (side, task) for row in _table(arguments.out)):
-                _add(arguments.out, side, task, scored, arguments)
+            if not any((row["side"], row["task"]) == (side, task) for row in _table(arguments.out, where)):
+                _add(arguments.out, side, task, scored, arguments, where)
+    table = _table(arguments.out, where)
+    longest = max(int(row["longest"] or 0) for row in table)
     command = f"python benchmarks/llama_academic.py {arguments.model} --gguf {arguments.gguf.name} --data academic"
     head = [
         "# Short tasks: a converted Llama beside the Llama", "",
         describe(model, folder, [], command).replace(" Text: .", ""), "",
-        "The Llama is transformers' own reading of the GGUF file, in float32. No prompt is longer than the window.", "",
+        "The Llama is transformers' own reading of the GGUF file, in float32. The longest prompt with its answer has "
+        f"{longest:,} tokens, and the window {2 * model.config.chunk_size:,}. Intervals are those of one side; both "
+        "sides answer the same items.", "",
         "| task | metric | items | Gecko block | Llama | 95 % interval | points apart |",
         "|---|---|---:|---:|---:|---|---:|",
     ]  # fmt: skip
-    publish("llama_academic.md", [*head, *_rows(_table(arguments.out))], arguments.write)
+    publish("llama_academic.md", [*head, *_rows(table)], arguments.write)
 
 
-def _add(out: Path, side: str, task: str, scored: Any, arguments: argparse.Namespace) -> None:
+def _add(
+    out: Path, side: str, task: str, scored: Any, arguments: argparse.Namespace, where: dict[str, str]
+) -> None:  # fmt: skip
     begin = time.perf_counter()
     results = academic(scored, [task], data=arguments.data, limit=arguments.limit)
-    seconds = f"{time.perf_counter() - begin:.0f}"
+    seconds, longest = f"{time.perf_counter() - begin:.0f}", getattr(scored, "longest", "")
     new = not out.exists()
     with out.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([COLUMNS] if new else [])
         for score in results.scores:
+            assert score.interval is not None, "a task has several items"
             numbers = [f"{number:.6f}" for number in (score.value, score.interval.low, score.interval.high)]
-            writer.writerow([side, task, score.metric, *numbers, score.n, seconds])
+            writer.writerow([side, task, score.name, *numbers, score.n, seconds, longest, *where.values()])
 
 
-def _table(out: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(out.read_text(encoding="utf-8").splitlines())) if out.is_file() else []
+def _table(out: Path, where: dict[str, str]) -> list[dict[str, str]]:
+    """Return the lines of the same weights and limit."""
+    lines = csv.DictReader(out.read_text(encoding="utf-8").splitlines() if out.is_file() else [])
+    return [line for line in lines if where.items() <= line.items()]
 
 
 def _rows(table: Sequence[dict[str, str]]) -> list[str]:

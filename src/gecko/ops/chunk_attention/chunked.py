@@ -131,6 +131,10 @@ Attended = tuple[Tensor, Tensor | None, AttentionState]
 """What a form returns: the output, log Σ exp(score) (B, H, T) for a pattern with sinks, and the state without them."""
 
 
+FEW = 4
+"""A call in one chunk of which it has at most a quarter is not padded to the whole chunk."""
+
+
 def chunk_attention_chunked(
     pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
 ) -> Attended:
@@ -156,15 +160,21 @@ def chunk_attention_chunked(
     keys = torch.cat([before_keys[:, :, unseen:], keys], dim=2)
     values = torch.cat([before_values[:, :, unseen:], v], dim=2)
     table, entry = segments.shared(("bias", pattern, q.dtype), lambda: _bias(pattern, segments, phase, chunks, q.dtype))
-    out, log_sums = _WindowAttention.apply(
-        padded(queries, phase, empty + pattern.lookback * chunk).reshape(-1, chunk, q.shape[-1]),
-        _windows(padded(keys, 0, empty), pattern).flatten(0, 2),
-        padded(values, 0, empty).flatten(0, 2),
-        table,
-        entry.unsqueeze(1).expand(-1, q.shape[1], -1).reshape(-1),
-        (*q.shape[:2], slice(phase, phase + length)),
-        pattern.sinks > 0,
+    held, windows, laid = (
+        slice(phase, phase + length),
+        _windows(padded(keys, 0, empty), pattern),
+        padded(values, 0, empty),
     )
+    if chunks == 1 and FEW * length <= chunk:
+        scores = queries @ windows[:, :, 0].mT + table[:, held][entry[:, 0]].unsqueeze(1)
+        out = scores.softmax(-1).to(v.dtype) @ laid
+        log_sums = scores.logsumexp(-1) if pattern.sinks else None
+    else:
+        out, log_sums = _WindowAttention.apply(
+            padded(queries, phase, empty + pattern.lookback * chunk).reshape(-1, chunk, q.shape[-1]),
+            windows.flatten(0, 2), laid.flatten(0, 2), table,
+            entry.unsqueeze(1).expand(-1, q.shape[1], -1).reshape(-1), (*q.shape[:2], held), pattern.sinks > 0,
+        )  # fmt: skip
     read = slice(keys.shape[2] - length, None)
     ring_keys = ring_after(before_keys, keys[:, :, read], ring_start + length, 2 * chunk)
     ring_values = ring_after(before_values, values[:, :, read], ring_start + length, 2 * chunk)
