@@ -80,6 +80,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(Graph, "captured", [])
     return found
 
@@ -161,6 +162,18 @@ def test_each_number_of_rows_is_captured_once(launched: list[Launch]) -> None:
         network.step([1] * rows)
         state.clock.position[:rows] += 1
     assert len(Graph.captured) == 3
+
+
+def test_no_more_than_so_many_graphs_are_kept(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gecko.ops.decoding.triton.GRAPHS", 2)
+    network, state = network_of(cases.SMALL, torch.float32)
+    steps = []
+    for rows in (1, 2, 3, 3):
+        launched.clear()
+        network.step([1] * rows)
+        state.clock.position[:rows] += 1
+        steps.append(list(launched))
+    assert len(Graph.captured) == 2 and steps[3] == steps[2] != []
 
 
 def test_tokens_of_the_host_and_a_moved_clock_are_copied(launched: list[Launch]) -> None:

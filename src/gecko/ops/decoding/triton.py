@@ -18,6 +18,9 @@ from gecko.ops.backends.dispatch import Launch
 from gecko.ops.decoding.triton_step import Buffers, Launches
 from gecko.ops.decoding.weights import Record, Weights
 
+GRAPHS = 64
+"""Most numbers of rows whose steps are kept as graphs; steps of others are launched one by one."""
+
 
 class Network:
     """A network with the states of its sequences on one GPU.
@@ -123,9 +126,12 @@ class Network:
             return
         for launch in self.launches(rows):
             launch.run()
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" and len(self._graphs) < GRAPHS:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(self._device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # PyTorch's own stream of captures is on the device of the process's first capture.
+            stream = torch.cuda.Stream(self._device)
+            capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            with torch.cuda.device(self._device), capture:
                 for launch in self.launches(rows):
                     launch.run()
             self._graphs[rows] = graph
