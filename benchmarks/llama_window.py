@@ -1,13 +1,15 @@
-"""What a converted Llama loses beyond its window: loss by position with two chunks, with and without sinks, and with
-full attention; and a million tokens, with decoding before and after them.
+"""Measure what a converted Llama loses beyond its window, and how it reads a million tokens.
+
+The loss by position is measured with a window of two chunks, with and without sinks, and with full attention. Decoding
+is timed before and after the million tokens.
 
     python benchmarks/llama_window.py models/smollm2 --novels books/*.txt --chats qmsum_val.jsonl --write
     python benchmarks/llama_window.py models/smollm2 --novels books/*.txt --million 1000000 --write
 
 A document is a novel, files of Python's standard library one after another, or meetings of a file of QMSum one after
-another. The same weights read it with other windows; full attention is a window that holds all that is read. Keys and
-values are in float32. Every measurement is written at once to results/llama_window.jsonl, and none is made again. The
-tables have 95 % bootstrap intervals over documents.
+another. The same weights read each document with several windows; full attention is a window that holds the whole text.
+Keys and values are in float32. Every measurement is written at once to results/llama_window.jsonl, and none is made
+again. The tables have 95 % intervals over documents, by Student's t.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ import gecko
 from gecko.data import Tokenizer
 from gecko.data.sources import stdlib_files
 from gecko.data.tokenizers import load_tokenizer
-from gecko.eval.results import bootstrap_mean
+from gecko.eval.results import standard_error, student
 from gecko.inference import Sampling, TokenStream, read, score
 from gecko.io.files import mend_lines, read_lines
+from gecko.io.model_folder import fingerprint
 from gecko.models.gecko import sharing_parameters
 
-BLOCK, SEED, MARKS = 512, 0, 20
-"""Tokens whose mean loss is kept; seed of the intervals; measurements along the million tokens."""
-CELL = ("model", "kind", "document", "tokens", "chunk", "sinks")
-"""What names a measurement. Full attention has the chunk 0."""
+BLOCK, MARKS = 512, 20
+"""Tokens whose mean loss is kept, and measurements along the million tokens."""
+CELL = ("model", "kind", "document", "skip", "tokens", "chunk", "sinks")
+"""Fields that name a measurement; "model" is a name with a hash of the weights. Full attention has chunk 0."""
 
 Row = dict[str, Any]
 
@@ -89,7 +92,7 @@ def windows(arguments: argparse.Namespace, path: Path, name: str, model: gecko.G
             raise SystemExit(f"{document} must hold --tokens {arguments.tokens}; it holds {len(tokens)} after --skip")
         for chunk, sinks in [(0, 0), *cells]:
             length = min(arguments.full, arguments.tokens) if chunk == 0 else arguments.tokens
-            cell = (name, kind, document, length, chunk, sinks)
+            cell = (name, kind, document, arguments.skip, length, chunk, sinks)
             if cell not in done:
                 losses = measure(model, tokens[:length], chunk, sinks)
                 append(path, {**dict(zip(CELL, cell, strict=True)), "losses": losses})
@@ -106,7 +109,7 @@ def million(path: Path, name: str, model: gecko.Gecko, tokens: Tensor, length: i
 
     def mark(phase: str, position: int, tokens: int, seconds: float) -> None:
         row = {"model": name, "phase": phase, "position": position, "ms_per_token": round(1e3 * seconds / tokens, 3)}
-        append(path, {**row, "resident": resident(), "peak": peak(), "state": reading.state.num_bytes})
+        append(path, {**row, "resident": resident(), "peak": peak()})
 
     def decode(phase: str) -> None:
         stream = TokenStream(model, [reading], seeds=[0], sampling=Sampling(1.0), max_new_tokens=count)
@@ -133,9 +136,10 @@ def million(path: Path, name: str, model: gecko.Gecko, tokens: Tensor, length: i
 
 def shown(values: Sequence[float], sign: str = "") -> str:
     """Return the mean over documents with its interval."""
-    interval = bootstrap_mean(np.array(values), "documents", SEED)
+    mean = float(np.mean(values))
+    interval = student(mean, standard_error(values), len(values), "documents")
     between = "" if interval is None else f" ({interval.low:{sign}.3f} .. {interval.high:{sign}.3f})"
-    return f"{np.mean(values):{sign}.3f}{between}"
+    return f"{mean:{sign}.3f}{between}"
 
 
 def table(found: Sequence[Row]) -> Iterator[str]:
@@ -172,12 +176,11 @@ def page(found: Sequence[Row], heading: str) -> list[str]:
     if marks:
         lines += [
             "", "## Reading and decoding far into a text", "",
-            "| | position | ms a token | memory in use, MB | highest so far, MB | state, bytes |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| | position | ms a token | memory in use, MB | highest so far, MB |", "|---|---:|---:|---:|---:|",
         ]  # fmt: skip
     for row in marks.values():
         memory = f"{row['resident'] / 1e6:,.1f} | {row['peak'] / 1e6:,.1f}"
-        lines.append(f"| {row['phase']} | {row['position']:,} | {row['ms_per_token']} | {memory} | {row['state']:,} |")
+        lines.append(f"| {row['phase']} | {row['position']:,} | {row['ms_per_token']} | {memory} |")
     return lines
 
 
@@ -201,7 +204,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     mend_lines(arguments.rows)
     folder = find_model(arguments.model)
-    name, model, tokenizer = folder.name, gecko.load(folder), load_tokenizer(folder)
+    model, tokenizer = gecko.load(folder), load_tokenizer(folder)
+    name = f"{folder.name} {fingerprint(model)}"
     if arguments.million:
         text = "".join(path.read_text(encoding="utf-8") for path in arguments.novels[:4])
         tokens = torch.tensor(tokenizer.encode(text))

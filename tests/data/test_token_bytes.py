@@ -187,6 +187,14 @@ def stream(decoder: StreamDecoder, content: bytes) -> str:
     return "".join(decoder.push([byte]) for byte in content) + decoder.flush()
 
 
+def test_stream_costs_the_same_however_long() -> None:
+    tokenizer = Recording()
+    decoder = StreamDecoder(tokenizer)
+    emitted = [decoder.push([index]) for index in [*([256] * 50), *"é🎉a".encode() * 50]]
+    assert "".join(emitted) == "é🎉a" * 50
+    assert tokenizer.longest <= 8
+
+
 @settings(max_examples=300)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=30))
 @example([b"\x80"] * 11 + ["🎉".encode()])

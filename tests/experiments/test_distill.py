@@ -23,7 +23,7 @@ from gecko.experiments.distill import Distillation, distill, full_attention, stu
 from gecko.models.gecko import Gecko, sharing_parameters
 
 CHUNK = 8
-SETTINGS = Distillation(tokens=8192, length=512, learning_rate=1e-2)
+SETTINGS = Distillation(tokens=8192, length=512, batch=1, needles=0.25, learning_rate=1e-2, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +173,7 @@ def test_what_somebody_wrote_into_the_folder_meanwhile_is_kept(folder: Path, mon
     out, train = folder / "busy", module.taught
 
     def write(*given: Any) -> Any:
+        out.mkdir()
         (out / "model.safetensors").write_text("mine")
         return train(*given)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import MISSING
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Distill(TakesTokenizer, TakesDevice):
     first layer by layer, to give what full attention gives, then by the logits. Every other step reads with a quarter
     of the window. Two chunks of a text are computed as before. Of the texts, a fifth (at least the last two) is held
     out; the losses of its tokens beyond the window are printed, and written to OUT/distill.json. A run that is
-    stopped leaves an empty folder.
+    stopped leaves nothing.
 
     **Examples**
 
@@ -92,7 +92,7 @@ class Distill(TakesTokenizer, TakesDevice):
         from gecko.cli.eval import print_results, progress
         from gecko.convert.llama import copy_card
         from gecko.eval.scored_model import describe_model, open_texts
-        from gecko.experiments.distill import Distillation, check_teacher, distill
+        from gecko.experiments.distill import Distillation, distill
         from gecko.models.gecko import Gecko
         from gecko.train.throughput import describe_hardware
 
@@ -103,20 +103,18 @@ class Distill(TakesTokenizer, TakesDevice):
         )  # fmt: skip
         model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, None, find_gecko)
         assert isinstance(model, Gecko)
-        check_teacher(model)
-        out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is an error before the training
+        with suppress(OSError):  # a mount point stays
+            out.rmdir()
         with progress() as report:
-            student, results = distill(model.float(), tokenizer, texts, settings, report)
-        if any(out.iterdir()):  # somebody else wrote there meanwhile
+            student, results = distill(model, tokenizer, texts, settings, report)
+        if out.is_dir() and any(out.iterdir()):  # somebody else wrote there meanwhile
             out = out.with_name(f"{out.name}-{os.getpid()}")
         with whole_folder(out) as folder:
             student.save(folder)
             _copy_beside(source, folder)
-            copy_card(
-                source,
-                folder,
-                f"gecko distill trained a memory and its gates on {results.settings['tokens']:,} tokens.",
-            )
+            read = results.settings["tokens"]
+            copy_card(source, folder, f"gecko distill trained a memory and its gates on {read:,} tokens.")
             described = describe_model(student, tokenizer, str(out))
             device = student.embedding.weight.device
             results.save(folder / "distill.json", described, command_line(), describe_hardware(device))

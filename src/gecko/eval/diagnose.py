@@ -19,7 +19,7 @@ from gecko.eval.synthetic import (
     generator_of,
     guessing,
     hits_by_distance,
-)  # fmt: skip
+)
 from gecko.inference.prefill import inference
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, parse_config
 from gecko.records import Parsed

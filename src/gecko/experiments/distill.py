@@ -52,19 +52,19 @@ HELD_OUT, ROWS = 5, 4
 
 @dataclass(frozen=True)
 class Distillation:
-    """What the student reads, and how it learns."""
+    """What the student reads, and how it learns; the defaults are those of the command."""
 
-    tokens: int = 65_536
+    tokens: int
     """Tokens of training: half of them layer by layer, half by logits."""
-    length: int | None = None
+    length: int | None
     """Tokens in a row. None: four windows."""
-    batch: int = 1
+    batch: int
     """Rows in a step."""
-    needles: float = 0.25
+    needles: float
     """Share of the rows in which a pass key is hidden and asked for."""
-    learning_rate: float = 3e-3
+    learning_rate: float
     """Peak rate of AdamW, which cosines lower in both halves."""
-    seed: int = 0
+    seed: int
     """Seed of the order of rows and of needles."""
 
     def row_length(self, config: GeckoConfig) -> int:
@@ -90,12 +90,13 @@ class Distillation:
 def distill(
     model: Gecko, tokenizer: Tokenizer, texts: Sequence[Text], settings: Distillation, report: Report = quiet
 ) -> tuple[Gecko, Results]:
-    """Return the student, and its losses beyond the window on held-out texts.
+    """Return the student, and its losses beyond the window on held-out texts; both models are float32 then.
 
     Raises:
         ValueError: the model is no converted Llama, texts are too few or too short, or a setting does not fit.
     """
     check_teacher(model)
+    model.float()
     length = settings.row_length(model.config)
     hay = Haystack("passkey", tokenizer, length, units_by_length("passkey", tokenizer)(length))
     try:
