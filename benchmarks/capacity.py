@@ -25,9 +25,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -36,7 +34,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from ladder import RESULTS, Table, half_width, rows_of
+from tables import RESULTS, Table, code_and_machine, half_width, rows_of
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -45,7 +43,7 @@ from gecko.inference.prefill import inference
 from gecko.layers.gated_attention import GatedAttention
 from gecko.models import Gecko
 from gecko.ops.loss import IGNORED
-from gecko.runtime.process import code_version, keep_freed_memory, processor_name
+from gecko.runtime.process import keep_freed_memory
 
 BEGIN, END = "<!-- benchmarks/capacity.py -->\n", "<!-- end capacity -->\n"
 """Marks of the table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
@@ -215,10 +213,11 @@ def train(cell: Cell) -> tuple[Gecko, int]:
     return model, cell.steps
 
 
-def run(cell: Cell) -> tuple[object, ...]:
+def run(cell: Cell) -> list[tuple[object, ...]]:
     """Train and score a cell; return its line of the table."""
     torch.set_num_threads(1)
     keep_freed_memory()
+    where = code_and_machine()
     model, steps = train(cell)
     batch = far_pairs(cell.pairs, TEST_ROWS, cell.split, cell.seed)
     with inference(model):
@@ -227,8 +226,7 @@ def run(cell: Cell) -> tuple[object, ...]:
     distances = hits_by_distance(batch, logits.argmax(-1), CHUNK)
     assert min(distances) >= 2, "no query may see its pair by attention"
     hits = [hit for found in distances.values() for hit in found]
-    where = str(code_version()["commit"])[:7], processor_name()
-    return *cell.key, f"{fmean(hits):.4f}", f"{loss:.4f}", steps, *where
+    return [(*cell.key, f"{fmean(hits):.4f}", f"{loss:.4f}", steps, *where)]
 
 
 def found(form: str) -> dict[tuple[int, int], dict[int, float]]:
@@ -315,12 +313,7 @@ def main() -> None:
         lambda: grid(given.only, given.steps, range(1), table.rows()),
         lambda: grid(given.only, given.steps, range(1, SEEDS), table.rows()),
     )
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
-        for part in parts:
-            ended = {tuple(row[column] for column in COLUMNS[:7]) for row in table.rows()}
-            for future in as_completed([pool.submit(run, cell) for cell in part() if cell.key not in ended]):
-                table.add(*future.result())
-                print(*future.result()[:9], flush=True)
+    table.work_through(parts, run, given.jobs)
     print(page())
 
 

@@ -1,12 +1,14 @@
 """From Megalodon to Gecko, one change a rung: a million parameters, 10 MB of novels, three seeds, four test novels.
 
-Beside the ladder stand the two ends at four million parameters (two seeds), the Llama, and other forms of Gecko.
+Beside the ladder stand the two ends at four million parameters (two seeds), the Llama with its own initialisation and
+with Gecko's, and other forms of Gecko.
 
     python benchmarks/ladder.py --books books --out runs/ladder --jobs 2           # train, score and write the table
     python benchmarks/ladder.py --books books --out runs/ladder --rates --jobs 2   # 2 MB at four rates for every rung
 
 The same command continues after an interruption. Every ended run adds a line to ``results/evidence/ladder.csv`` (loss
-by novel) or ``ladder_rates.csv``. ``books`` holds the novels as text files.
+by novel) or ``ladder_rates.csv``. ``books`` holds the novels as text files. Of a baseline's rates and initialisations
+the tuning novels choose one by the seeds that all have: the others need only the first seed.
 
 **Splits.** ``TEST`` novels are in no other split; no model and no setting of this ladder was chosen by them. ``TUNING``
 novels choose the learning rates. Training uses the rest, without Gibbon, who is kept for long texts.
@@ -18,9 +20,9 @@ paired difference does not contain 0; it matters if the whole interval is beyond
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,11 +34,13 @@ from threading import Lock
 import numpy as np
 import torch
 from scipy import stats
+from tables import RESULTS, Table, code_and_machine, rows_of, wider
+from torch import nn
 
-from gecko.models import LanguageModel, load_any
-from gecko.runtime.process import code_version, processor_name
+from gecko.layers.linear import embedding_, linear
+from gecko.models import LanguageModel, Llama, build_model, load_any
+from gecko.recipes import get_recipe
 
-RESULTS = Path(__file__).parent / "results" / "evidence"
 TEST = ("emma", "jane_eyre", "little_women", "north_and_south")
 TUNING = ("crime_and_punishment", "pride_and_prejudice", "sherlock_holmes", "tale_of_two_cities")
 KEPT_BACK = "gibbon"
@@ -64,8 +68,6 @@ GATED, GECKO = CHANGES[1][0], CHANGES[-1][0]
 SLOWER = "Megalodon with SwiGLU, half the learning rate"
 GATED_4M, GECKO_4M = "Megalodon with SwiGLU, 4 M", "Gecko, 4 M"
 SLOWER_4M = "Megalodon with SwiGLU, 4 M, half the learning rate"
-SIZES = {"1 M": ((GATED, SLOWER), GECKO, 3), "4 M": ((GATED_4M, SLOWER_4M), GECKO_4M, 2)}
-"""By number of parameters: the paper's Megalodon at two learning rates, Gecko at its best one, and their seeds."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Model:
     base: str = ""
     rate: float = 8e-3
     seeds: int = 3
+    gecko_start: bool = False
+    """Whether a Llama starts with weights of the distributions of Gecko's, not of transformers'."""
 
 
 def _rungs() -> Iterator[Model]:
@@ -87,15 +91,24 @@ def _rungs() -> Iterator[Model]:
         yield Model(name, "compare_megalodon", overrides, CHANGES[number - 1][0] if number else "")
 
 
+def _llamas(name: str, recipe: str, base: str, rates: Sequence[float], seeds: int) -> tuple[Model, ...]:
+    """Return Llamas at several rates, with their own initialisation and with Gecko's."""
+    return tuple(
+        Model(f"{name}{start}{f', rate {rate:g}' * (rate != 8e-3)}", recipe, (), base, rate, seeds, bool(start))
+        for start in ("", ", Gecko's initialisation") for rate in rates
+    )  # fmt: skip
+
+
 RUNGS = tuple(_rungs())
+LLAMAS = _llamas("Llama 2", "compare_llama", GECKO, (8e-3, 4e-3, 2e-3), 3)
+LLAMAS_4M = _llamas("Llama 2, 4 M", "compare_llama_4m", GECKO_4M, (4e-3, 2e-3), 2)
 BESIDE = (
     Model(GECKO_4M, "compare_gecko_4m", (), seeds=2),
     Model(GATED_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, seeds=2),
     Model(SLOWER_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, 4e-3, seeds=2),
-    Model("Llama 2, 4 M", "compare_llama_4m", (), GECKO_4M, 2e-3, seeds=2),
+    *LLAMAS_4M,
     Model(SLOWER, "compare_megalodon", RUNGS[1].overrides, GECKO, 4e-3),
-    Model("Llama 2", "compare_llama", (), GECKO),
-    Model("Llama 2, half the learning rate", "compare_llama", (), GECKO, 4e-3),
+    *LLAMAS,
     Model("Gecko, gate on attention and memory", "compare_gecko", ("model.gate=sum",), GECKO),
     Model("Gecko as the paper's text has it", "compare_paper", (), GECKO),
     Model("Gekko, the authors' later design", "compare_gekko", (), GECKO),
@@ -103,6 +116,14 @@ BESIDE = (
 MODELS = {model.name: model for model in (*RUNGS, *BESIDE)}
 FIRST = ((GECKO, GATED, CHANGES[0][0]), (GECKO_4M, GATED_4M))
 """Models that decide the sign of Gecko against either Megalodon are trained first, with all seeds."""
+MEGALODON, LLAMA = "Megalodon as the paper has it, with SwiGLU", "Llama 2 at its best rate and initialisation"
+BASELINES: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    (MEGALODON, "1 M"): ((GATED, SLOWER), GECKO),
+    (MEGALODON, "4 M"): ((GATED_4M, SLOWER_4M), GECKO_4M),
+    (LLAMA, "1 M"): (tuple(model.name for model in LLAMAS), GECKO),
+    (LLAMA, "4 M"): (tuple(model.name for model in LLAMAS_4M), GECKO_4M),
+}
+"""By baseline and number of parameters: its models, of which the tuning novels choose one, and the Gecko."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +134,8 @@ class Planned:
     tuning: bool
 
     def folder(self, out: Path) -> Path:
-        number = list(MODELS).index(self.model.name)
-        return out / f"{'rate' if self.tuning else 'rung'}-{number}-{self.rate:g}-seed-{self.seed}"
+        name = re.sub("[^a-z0-9.]+", "-", f"{self.model.name} {self.rate:g}".lower())
+        return out / f"{'rate' if self.tuning else 'rung'}-{name.strip('-')}-seed-{self.seed}"
 
     def settings(self) -> list[str]:
         """Return the overrides of the recipe."""
@@ -139,15 +160,38 @@ def split_books(books: Path, out: Path) -> dict[str, Path]:
 def train(planned: Planned, out: Path, folders: dict[str, Path]) -> Path:
     """Train a run, or continue it; its held-out losses are of the tuning novels. Return its folder."""
     folder = planned.folder(out)
+    start: list[str] = []
+    if planned.model.gecko_start:
+        weights = out / f"{folder.name}-start"
+        llama_like_gecko(planned.model.recipe, planned.seed).save(weights)
+        start = [f"init_from={weights}"]
     command = [
         sys.executable, "-m", "gecko", "train", planned.model.recipe, *planned.settings(),
         f"data.source={folders['train']}", f"data.validation={folders['tuning']}",
-        f"evaluation.final_rows={768 if planned.tuning else 64}", "--out", str(folder), "--resume",
+        f"evaluation.final_rows={768 if planned.tuning else 64}", *start, "--out", str(folder), "--resume",
     ]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         subprocess.run(command, stdout=log, stderr=log, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
+
+
+_ONE_SEED = Lock()
+"""PyTorch's generator is shared by the threads."""
+
+
+def llama_like_gecko(recipe: str, seed: int) -> Llama:
+    """Return a new Llama with the initialisation of a new Gecko: of the embedding, the head and all linear layers."""
+    with _ONE_SEED:
+        torch.manual_seed(seed)
+        model = build_model(get_recipe(recipe).model)
+        assert isinstance(model, Llama)
+        for layer in model.modules():
+            if layer is model.lm_head or isinstance(layer, nn.Embedding):
+                embedding_(layer.weight)
+            elif isinstance(layer, nn.Linear):
+                layer.weight = linear(layer.in_features, layer.out_features, bias=False).weight
+        return model
 
 
 @torch.inference_mode()
@@ -161,29 +205,10 @@ def score(model: LanguageModel, novel: Path) -> float:
     return float(torch.cat(losses).double().mean())
 
 
-class Table:
-    """A CSV file with a line for each ended run, written at once."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._path, self._columns, self._lock = path, columns, Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file():
-            path.write_text(",".join(columns) + "\n", encoding="utf-8")
-
-    def rows(self) -> list[dict[str, str]]:
-        with self._path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-
-    def add(self, *values: object) -> None:
-        assert len(values) == len(self._columns)
-        with self._lock, self._path.open("a", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow(values)
-
-
 def run(planned: Planned, out: Path, folders: dict[str, Path], table: Table) -> None:
+    where = code_and_machine()
     folder = train(planned, out, folders)
     tuned = json.loads((folder / "results.json").read_text(encoding="utf-8"))["nats_per_byte"]
-    where = (str(code_version()["commit"])[:7], processor_name())
     if planned.tuning:
         table.add(planned.model.name, planned.seed, f"{planned.rate:g}", f"{tuned:.5f}", *where)
         return
@@ -201,30 +226,34 @@ def losses_of(name: str, columns: Sequence[str] = TEST) -> dict[int, list[float]
     }  # fmt: skip
 
 
-def rows_of(table: str) -> list[dict[str, str]]:
-    path = RESULTS / table
-    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else []
-
-
 def tuned(names: Sequence[str]) -> str:
-    """Return the model with the least mean loss on the tuning novels; one that was not run comes last."""
-    found = {name: losses_of(name, ["tuning_novels"]).values() for name in names}
-    return min(names, key=lambda name: np.mean(list(found[name])) if found[name] else np.inf)
+    """Return the model with the least loss on the tuning novels, by the seeds that all models which were run have.
+
+    A model that was not run comes last.
+    """
+    found = {name: losses_of(name, ["tuning_novels"]) for name in names}
+    ran = [name for name in names if found[name]]
+    shared = set[int]().union(*found.values()).intersection(*(found[name].keys() for name in ran))
+    return min(ran, key=lambda name: sum(found[name][seed][0] for seed in shared)) if shared else names[0]
+
+
+def missing(names: Sequence[str], gecko: str) -> int:
+    """Return how many runs a comparison lacks: the first seed of each model, all of the chosen one and of Gecko."""
+    needed = {name: set(range(MODELS[name].seeds)) for name in (tuned(names), gecko)}
+    needed = {name: {0} for name in names} | needed
+    return sum(len(seeds - losses_of(name).keys()) for name, seeds in needed.items())
 
 
 def contrast(name: str, base: str) -> tuple[float, float, float, int] | None:
-    """Return a model's loss less that of ``base``, its 95 % interval, and the number of seeds; None without a seed.
+    """Return a model's loss less that of ``base``, its 95 % interval over seeds or novels, and the number of seeds.
 
-    The interval is the wider one of Student's t over seeds and over novels, each of the means over the other.
+    None without a seed.
     """
     one, other = losses_of(name), losses_of(base)
     seeds = sorted(one.keys() & other.keys())
     if not seeds:
         return None
-    table = np.array([np.subtract(one[seed], other[seed]) for seed in seeds])
-    halves = [half_width(table.mean(axis=axis)) for axis in (0, 1)]
-    middle, half = float(table.mean()), max(halves)
-    return middle, middle - half, middle + half, len(seeds)
+    return *wider([np.subtract(one[seed], other[seed]) for seed in seeds]), len(seeds)
 
 
 def signs() -> tuple[int, int, float]:
@@ -233,17 +262,11 @@ def signs() -> tuple[int, int, float]:
     p is that of a two-sided sign test. A run is one pair: losses on the novels of one run are not independent.
     """
     ahead = []
-    for megalodons, gecko, _ in SIZES.values():
+    for megalodons, gecko in (models for (baseline, _), models in BASELINES.items() if baseline == MEGALODON):
         one, other = losses_of(tuned(megalodons)), losses_of(gecko)
         ahead += [np.mean(one[seed]) > np.mean(other[seed]) for seed in sorted(one.keys() & other.keys())]
     count = sum(map(bool, ahead))
     return count, len(ahead), float(stats.binomtest(count, len(ahead)).pvalue) if ahead else 1.0
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of a mean by Student's t; 0 for one value, which has no interval."""
-    count = len(values)
-    return float(stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / count**0.5) if count > 1 else 0.0
 
 
 def page() -> str:
@@ -281,7 +304,8 @@ def _table(title: str, difference: str, models: Sequence[Model]) -> str:
 
 def plan(rates: bool) -> list[Planned]:
     if rates:
-        return [Planned(model, 0, rate, True) for model in RUNGS for rate in RATES]
+        models = *RUNGS, *(model for model in LLAMAS if model.rate == Model.rate)
+        return [Planned(model, 0, rate, True) for model in models for rate in RATES]
     groups = (*FIRST, [name for name in MODELS if not any(name in group for group in FIRST)])
     ordered = [(MODELS[name], seed) for group in groups for seed in range(3) for name in group]
     return [Planned(model, seed, model.rate, False) for model, seed in ordered if seed < model.seeds]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import capacity
 import pytest
+import tables
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,7 +64,7 @@ def test_only_a_memory_knows_far_values(name: str) -> None:
 
 def test_a_table_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [capacity.Cell("linear", 4, 16, 0, rate, "tuning", 2) for rate in capacity.RATES]
-    table = capacity.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    table = tables.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
     for cell, loss in zip(cells, ("nan", "1.5", "1.25", "1.3"), strict=True):
         table.add(*cell.key, "0.5", loss, 2, "abcdefg", "x")
     (first, *rest) = capacity.grid(["linear"], 2, range(1), table.rows())
@@ -75,9 +76,9 @@ def test_a_table_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_intervals_of_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ladder.RESULTS", tmp_path)
+    monkeypatch.setattr("tables.RESULTS", tmp_path)
     assert "Not run" in capacity.page() and capacity.difference("linear", capacity.PAPER) is None
-    table = capacity.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    table = tables.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
     for form, more in ((capacity.PAPER, 0.3), ("linear", 0.0)):
         for seed in range(3):
             for pairs in (4, 8):
@@ -96,5 +97,5 @@ def test_the_command_trains_and_scores(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["capacity.py", "--only", "DeltaNet", "--steps", "2", "--results", str(tmp_path)])
     for _ in range(2):
         capacity.main()
-        splits = [row["split"] for row in capacity.Table(tmp_path / "capacity.csv", ()).rows()]
+        splits = [row["split"] for row in tables.Table(tmp_path / "capacity.csv", ()).rows()]
         assert splits[:5] == [*["tuning"] * 4, "test"] and len(splits) in (5, 7)

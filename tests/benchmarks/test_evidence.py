@@ -17,6 +17,7 @@ import numpy as np
 import order_by_size
 import pytest
 import retrieval
+import tables
 from support.results import CODE, HARDWARE, score, write_result
 
 
@@ -94,7 +95,7 @@ def test_the_table_has_the_numbers_of_the_files() -> None:
 
 def test_the_order_is_judged_by_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six pairs of runs that agree are enough for the sign test, and five are not; either sign is told."""
-    monkeypatch.setattr(ladder, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert ladder.signs() == (0, 0, 1.0) and evidence.signs()[2] == "open: 0 pairs are too few"
     for gecko, verdict in ((1.0, "holds"), (2.0, "does not hold")):
         lines = [",".join(("rung", "seed", *ladder.TEST, "tuning_novels"))]
@@ -105,6 +106,54 @@ def test_the_order_is_judged_by_all_runs(tmp_path: Path, monkeypatch: pytest.Mon
             ahead = pairs if gecko == 1.0 else 0
             assert ladder.signs() == (ahead, pairs, pytest.approx(2 ** (1 - pairs)))
             assert evidence.signs()[2] == (verdict if pairs == 6 else f"open: {pairs} pairs are too few")
+
+
+def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least mean would be of one lucky seed, and the least test loss of the model that the tuning novels reject."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    names, gecko = ladder.BASELINES[ladder.LLAMA, "1 M"]
+    claim = "With equal bytes Gecko is better than Llama 2 at its best rate and initialisation: 1 M parameters"
+    assert evidence.ahead(ladder.LLAMA, "1 M") == (claim, "not run", "open")
+    assert ladder.missing(names, gecko) == 11, "a seed of six settings, the two others of one of them, three of Gecko"
+    lines = [",".join(("rung", "seed", *ladder.TEST, "tuning_novels"))]
+
+    def add(name: str, seed: int, tuning: float, test: float) -> None:
+        shown = f'"{name}"', str(seed), *(str(test) for _ in ladder.TEST), str(tuning)
+        (tmp_path / "ladder.csv").write_text("\n".join([*lines, ",".join(shown)]) + "\n")
+        lines.append(",".join(shown))
+
+    for number, name in enumerate(names):
+        add(name, 0, 1.6 + 0.1 * (number != 3), 1.5 if number == 4 else 1.9)
+    add(names[2], 1, 0.5, 1.9)
+    for seed in range(3):
+        add(gecko, seed, 1.2, 1.3)
+    assert ladder.tuned(names) == names[3]
+    assert evidence.ahead(ladder.LLAMA, "1 M")[2] == "open: 2 or more runs are missing"
+    for seed in (1, 2):
+        add(names[3], seed, 1.6, 1.9)
+    _, text, verdict = evidence.ahead(ladder.LLAMA, "1 M")
+    assert verdict == "holds" and text.endswith(f"(“{names[3]}”, rate 0.008): +0.6000 [+0.6000, +0.6000]")
+
+
+def test_a_llama_can_start_with_the_weights_of_a_gecko() -> None:
+    llama = ladder.llama_like_gecko("compare_llama", 3)
+    wide = {name: float(x.std()) * x.shape[1] ** 0.5 for name, x in llama.state_dict().items() if x.ndim == 2}
+    ends = {name for name in wide if "layers" not in name}
+    assert ends == {"model.embed_tokens.weight", "lm_head.weight"} and len(wide) == 5 * 7 + 2
+    assert all(wide[name] == pytest.approx(1 if name in ends else 3**-0.5, rel=0.03) for name in wide)
+    again = ladder.llama_like_gecko("compare_llama", 3).state_dict()
+    assert all((x == again[name]).all() for name, x in llama.state_dict().items())
+
+
+def test_no_kept_result_is_of_changed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for commit, shown in (("abcdef0123-dirty", "abcdef0-dirty"), ("abcdef0123", "abcdef0")):
+        monkeypatch.setattr(tables, "code_version", lambda commit=commit: {"version": "1", "commit": commit})
+        assert tables.code_and_machine()[0] == shown
+    names = [path.name for path in tables.RESULTS.glob("*.csv") if path.name != "results.csv"]
+    commits = [row["commit"] for name in names for row in tables.rows_of(name)]
+    assert len(commits) > 40 and not [commit for commit in commits if "-" in commit]
 
 
 @pytest.mark.parametrize("module", [retrieval, long_context, order_by_size, memory_forms, diagnostics])

@@ -8,6 +8,7 @@ import capacity
 import ladder
 import pictures
 import pytest
+import tables
 
 
 def test_the_pictures_are_what_the_script_draws() -> None:
@@ -17,10 +18,10 @@ def test_the_pictures_are_what_the_script_draws() -> None:
 
 
 def test_forms_are_drawn_by_bytes_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ladder.RESULTS", tmp_path)
+    monkeypatch.setattr("tables.RESULTS", tmp_path)
     assert pictures.memory_capacity not in pictures.drawn()
     assert pictures.ladder_changes().svg().count("not run") == len(ladder.RUNGS) - 1
-    table = capacity.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    table = tables.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
     for form in (capacity.PAPER, capacity.LINEAR):
         for width, recall in ((16, 0.25), (32, 1.0)):
             table.add(*capacity.Cell(form, 4, width, 0, 1e-2).key, recall, 1, 9, "abcdefg", "x")
