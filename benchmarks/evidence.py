@@ -245,6 +245,26 @@ def cost_of_keys() -> Row:
     return "Longer keys cost nothing on books", text, verdict
 
 
+def past() -> Row:
+    """Name the forms that use the past by the condition that ``long_context.py`` states."""
+    claim = f"A memory uses text further back than {long_context.NEAR:,} bytes: names that a source tree repeats"
+    forms = [form for form in long_context.NAMES if form != capacity.NONE]
+    leads = {form: long_context.contrast(form, capacity.NONE, long_context.past_gain) for form in forms}
+    text = "; ".join(f"{form} {_shown(*lead)}" for form, lead in leads.items() if lead is not None)
+    if not text:
+        return claim, "not run", "open"
+    missing = sum(
+        long_context.SEEDS - len(long_context.measured(form, long_context.past_gain)) for form in long_context.NAMES
+    )
+    using = [form for form in forms if long_context.uses_the_past(form)]
+    return (
+        claim,
+        f"lead over no memory on repeated names less that on new names, nats per byte, {len(long_context.TEST)} test "
+        f"packages: {text}",
+        f"open: {missing} runs are missing" if missing else "; ".join(using) or _verdict(False),
+    )
+
+
 def far_past() -> Iterator[Row]:
     """Yield a row per kind of documents: the gain of 64 K over 2 K beyond the control's, and the loss against it.
 
@@ -285,7 +305,7 @@ def _by_keys(long: bool, short: bool) -> str:
 
 
 CLAIMS: tuple[Callable[[], Row], ...] = (
-    order, parts, borders, long_texts, recall, rules, needles, cost_of_keys, forms,
+    order, parts, borders, long_texts, recall, rules, needles, cost_of_keys, forms, past,
 )  # fmt: skip
 
 
@@ -299,6 +319,7 @@ def marked() -> Iterator[tuple[str, str, str]]:
     """Yield the parts of the page that are made here, each between its marks."""
     yield BEGIN, table(), END
     yield from ((part.BEGIN, part.page(), part.END) for part in (ladder, capacity))
+    yield long_context.BEGIN, long_context.table(), long_context.END
 
 
 def main() -> None:

@@ -1,173 +1,209 @@
-"""Effect of long context on the loss: models trained on long documents, with and without a working memory.
+"""Which form of the memory uses the past in source trees: a million parameters, three seeds, eight test packages.
 
-    python benchmarks/long_context.py documents          # source of installed packages, as source/{train,held_out}
-    python benchmarks/long_context.py train --data books # gecko train on consecutive rows, for every model
-    python benchmarks/long_context.py score --data books # losses by context; results/evidence/long_context/books.json
-    python benchmarks/long_context.py page               # results/evidence/long_context/README.md
+    python benchmarks/long_context.py --source source --out runs/past --jobs 2    # rates, then the models; the table
+    python benchmarks/long_context.py --source source --out runs/past --only linear
 
-Training carries the state from row to row, so that documents are read from start to end. Held-out documents are read
-without resets, with the state reset at regular distances, and with only the memory reset. All losses are of the same
-bytes, so differences are paired; intervals are bootstrapped over blocks of a document.
+The same command continues after an interruption. Every ended run adds a line for each package to
+``results/evidence/past.csv``. ``--source`` holds one text a package, made of this Python's installed packages if the
+folder is not there. Training carries the state from row to row, so that packages are read from start to end.
 
-Repeated names are rare words that the document used before, but not within the last ``NEAR`` bytes. The match predictor
-predicts the byte that followed the longest equal context within a window. Its predictions are mixed with those of a
-model, with weights that are fitted on the other documents. The gain shows how much information the window holds.
+**Splits.** ``TEST`` packages choose nothing and train no model of this table. ``TUNING`` packages choose each form's
+rate, of three with a fifth of the steps. The others train, without ``COPIES``, which hold sources of test packages.
 
-``train`` can be interrupted, and continues. All paths are relative to the current folder.
+**Measure.** Repeated names are rare words that the package used before, the last time more than ``NEAR`` bytes ago; new
+names are rare words at their first use. Both are the same kind of text, and only the first profit from the past. So a
+form uses the past as far as its lead over the model without memory is larger on repeated names than on new ones: a
+difference of differences, without a state that training never saw. Beside it stands what the whole past is worth more
+than the last ``NEAR`` bytes, with an empty state every ``NEAR`` bytes.
+
+**Margin**, stated before the first run: a form uses the past if it leads on repeated names, and if its lead there is
+more than 0.01 nats per byte (``MARGIN``) above that on new names, both by the whole 95 % interval. An interval is the
+wider one of Student's t over seeds and over packages.
+
+``python benchmarks/evidence.py --write`` also makes results/evidence/long_context/README.md: older results of one seed,
+by the script of e862569, on packages that no setting was tuned on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
+import math
 import re
-import shlex
-import subprocess
-import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import kept
 import numpy as np
 import torch
-from measuring import START, find_model
+from capacity import FORMS, LINEAR, NONE, PAPER
+from measuring import START
 from numpy.typing import NDArray
+from tables import RESULTS, Table, code_and_machine, rows_of, wider
 from torch import Tensor
 
-import gecko
-from gecko.eval.results import Results, Score, Values, bootstrap_ratio
 from gecko.inference.prefill import inference
 from gecko.io.files import whole_file
+from gecko.models.gecko import Gecko, load
+from gecko.recipes import apply_overrides, get_recipe
 from gecko.runtime.process import keep_freed_memory
-from gecko.state import GeckoState
+from gecko.train import NonFiniteError, latest_checkpoint, train
 
 FOLDER = kept.FOLDER / "long_context"
-
-MODELS = {
-    "no memory": "compare_no_memory", "memory": "compare_gecko", "memory, keys of 11.31": "compare_longer_keys",
-}  # fmt: skip
-"""Recipes by name. The first is the control."""
-HELD_OUT_PACKAGES = ("fontTools", "joblib", "mpmath", "networkx", "nltk", "rich")
+BEGIN, END = "<!-- benchmarks/long_context.py -->\n", "<!-- end past -->\n"
+"""Marks of the table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
+MARGIN = 0.01
+NAMES = (
+    PAPER, "adaptive, learned temperature", "adaptive, keys of 2√width", "adaptive, norm of the sum, one gate",
+    "adaptive, gated interpolation", LINEAR, NONE,
+)  # fmt: skip
+"""Forms of ``capacity.FORMS``; the last is the control."""
+WIDTH = 32
+"""Key width of a head of ``compare_gecko``."""
+TEST = ("aiohttp", "hypothesis", "matplotlib", "narwhals", "pandas", "pydantic", "sympy", "werkzeug")
+TUNING = ("fontTools", "joblib", "mpmath", "networkx", "nltk", "rich")
+COPIES = ("gecko", "pip", "setuptools")
 LARGEST_PACKAGE = 2**19
 """Bytes of a package that are used; packages with less than half of it are not."""
-
-LANES, ROW = 8, 2048
-LENGTH, FIRST = 2**18, 2**14
-"""Bytes of a held-out document that are read, and the place of the first that is scored."""
-PIECE, BLOCK = 2048, 1024
-NEAR = 2048
-CONTEXTS = {"2K": 2**11, "64K": 2**16, "all": 2**62}
-NO_MATCH = 2**63 - 1
-"""Distance beyond every context."""
+RATES, SEEDS, STEPS, TUNING_STEPS = (4e-3, 8e-3, 1.6e-2), 3, 610, 122
+LENGTH, FIRST, NEAR = 2**18, 2**14, 2048
+"""Bytes of a package that are read, the place of the first that is scored, and bytes that are no past."""
 COMMON = 2000
 """The most frequent words of the training texts, which are not rare."""
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]{3,}")
-ORDERS = (5, 8, 12, 20)
-"""Lengths in bytes of the contexts that the match predictor compares."""
-WEIGHTS = np.linspace(0, 0.98, 50)
-
-Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Mode:
-    """Way to read a document; numbers are bytes."""
-
-    state_reset: int
-    """Distance between empty states."""
-    memory_reset: int
-    """Distance between empty memories."""
-
-
-MODES = {name: Mode(every, every) for name, every in CONTEXTS.items()} | {"memory of 2K": Mode(2**62, NEAR)}
+KINDS = ("repeated", "new", "other")
+COLUMNS = (
+    "split", "form", "seed", "rate", "package",
+    *(f"{kind}{value}" for kind in KINDS for value in (" bytes", "", f" with {NEAR} bytes of past")),
+    "texts", "commit", "processor",
+)  # fmt: skip
+Measure = Callable[[Mapping[str, str]], float]
 
 
 def write_packages(target: Path) -> None:
     """Write a text per installed package of Python: its source files, in the order of their names."""
     installed = Path(sysconfig.get_path("purelib"))
-    for folder in sorted(path for path in installed.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in installed.iterdir() if path.is_dir() and path.name not in COPIES):
         files = sorted(folder.rglob("*.py"))
         parts = (b"# %s\n%s\n" % (str(file.relative_to(installed)).encode(), file.read_bytes()) for file in files)
         text = b"".join(parts)[:LARGEST_PACKAGE]
-        if len(text) < LARGEST_PACKAGE // 2 or folder.name == "gecko":
+        if len(text) < LARGEST_PACKAGE // 2:
             continue
-        part = target / ("held_out" if folder.name in HELD_OUT_PACKAGES else "train")
+        part = target / ("test" if folder.name in TEST else "tuning" if folder.name in TUNING else "train")
         part.mkdir(parents=True, exist_ok=True)
         with whole_file(part / f"{folder.name}.txt") as temporary:
             temporary.write_bytes(text.decode("utf-8", "ignore").encode())
 
 
-def run_folder(data: str, model: str, seed: int) -> Path:
-    return Path("runs") / f"long-{data}" / f"{re.sub('[ ,]+', '-', model)}-{seed}"
+def digest(source: Path) -> str:
+    """Return eight digits for all texts. Raise FileNotFoundError if packages of a split are missing."""
+    missing = [name for split, names in (("test", TEST), ("tuning", TUNING)) for name in names
+               if not (source / split / f"{name}.txt").is_file()]  # fmt: skip
+    if missing:
+        raise FileNotFoundError(f"{source} must hold a text of each test and tuning package; it lacks {missing}.")
+    found = hashlib.sha256()
+    for path in sorted(source.glob("*/*.txt")):
+        found.update(str(path.relative_to(source)).encode() + path.read_bytes())
+    return found.hexdigest()[:8]
 
 
-def train(data: str, models: Sequence[str], steps: int, seed: int) -> None:
-    for name in models:
-        command = [
-            "train", MODELS[name], "--resume", "--out", str(run_folder(data, name, seed)), f"seed={seed}",
-            f"steps={steps}", f"batch_size={LANES}", f"sequence_length={ROW}", "precision=auto",
-            "data.carry_state=true", f"data.source={data}/train", f"data.validation={data}/held_out",
-            "evaluation.rows=16", "evaluation.final_rows=64",
+@dataclass(frozen=True)
+class Planned:
+    form: str
+    seed: int
+    rate: float
+    split: str
+    source: Path
+    out: Path
+    texts: str
+    steps: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.split, self.form, str(self.seed), f"{self.rate:g}"
+
+    @property
+    def folder(self) -> Path:
+        return self.out / re.sub("[^a-z0-9.]+", "-", "-".join(self.key).lower())
+
+    def settings(self) -> list[str]:
+        """Return the overrides of ``compare_gecko``."""
+        return [
+            *(f"model.{key}={str(value).lower()}" for key, value in FORMS[self.form].model(WIDTH).items()),
+            f"seed={self.seed}", f"steps={self.steps}", f"optimizer.learning_rate={self.rate:g}", "batch_size=8",
+            "sequence_length=2048", "data.carry_state=true", f"data.source={self.source / 'train'}",
+            f"data.validation={self.source / 'tuning'}", "evaluation.rows=16", "evaluation.final_rows=64",
+            "sample.tokens=0",
         ]  # fmt: skip
-        print(shlex.join(["gecko", *command]), flush=True)
-        subprocess.run([sys.executable, "-m", "gecko", *command], check=True)
 
 
-def byte_losses(model: gecko.Gecko, texts: Sequence[Bytes]) -> dict[str, Values]:
-    """Return the loss of every byte in nats, (texts, ``LENGTH``), for every mode that the model has."""
-    modes = {name: mode for name, mode in MODES.items() if mode.state_reset == mode.memory_reset or _has_memory(model)}
-    text = torch.from_numpy(np.stack(texts)).long()
-    rows = len(text)
-    state, found = model.empty_state(rows * len(modes)), []
+def run(planned: Planned) -> list[tuple[object, ...]]:
+    """Train and score a model; return its lines of the table: NaN for a rate with which training diverges."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    where, folder = code_and_machine(), planned.folder
+    planned.out.mkdir(parents=True, exist_ok=True)
+    with mock.patch("gecko.models.gecko.GatedAttention", FORMS[planned.form].mixer):
+        with folder.with_name(f"{folder.name}.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+            settings = apply_overrides(get_recipe("compare_gecko"), planned.settings())
+            try:
+                if not train(replace(settings, output=str(folder)), resume=True).finished:
+                    raise InterruptedError(f"{folder} was interrupted; the same command continues.")
+            except NonFiniteError:
+                if planned.split == "test":
+                    raise
+                return [(*planned.key, name, *[math.nan] * 3 * len(KINDS), planned.texts, *where) for name in TUNING]
+        newest = latest_checkpoint(folder / "checkpoints")
+        assert newest is not None
+        model = load(newest).eval()
+    raw = {name: (planned.source / planned.split / f"{name}.txt").read_bytes()[:LENGTH]
+           for name in (TEST if planned.split == "test" else TUNING)}  # fmt: skip
+    losses = byte_losses(model, torch.stack([torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in raw.values()]))
+    common, lines = common_words(planned.source / "train"), []
+    for (name, text), of_package in zip(raw.items(), losses.unbind(1), strict=True):
+        values: list[object] = []
+        for mask in kinds(text, common):
+            mask[:FIRST] = False
+            values += [int(mask.sum()), *(f"{x:.5f}" for x in of_package[:, mask].double().mean(1).tolist())]
+        lines.append((*planned.key, name, *values, planned.texts, *where))
+    return lines
+
+
+def byte_losses(model: Gecko, texts: Tensor) -> Tensor:
+    """Return the loss of every byte of texts (packages, L) in nats, with its whole past and with an empty state every
+    ``NEAR`` bytes, (2, packages, L)."""
+    text, found = texts.long().repeat(2, 1), []
+    rows, state = len(text), model.empty_state(len(text))
     with inference(model):
-        for begin in range(0, LENGTH, PIECE):
-            targets = text[:, begin : begin + PIECE]
-            before = text[:, begin - 1 : begin] if begin else START.expand(rows, 1)
-            resets = torch.tensor([[begin % mode.state_reset == 0, begin % mode.memory_reset == 0]
-                                   for mode in modes.values()]).repeat_interleave(rows, 0)  # fmt: skip
-            first = torch.where(resets[:, :1], START, before.repeat(len(modes), 1))
-            tokens = torch.cat([first, targets[:, :-1].repeat(len(modes), 1)], dim=1)
-            state = _reset(model, state, *resets.unbind(1))
-            losses, state = model.token_losses(tokens, targets.repeat(len(modes), 1), state=state)
+        for begin in range(0, text.shape[1], NEAR):
+            empty, targets = torch.arange(rows) >= (rows // 2 if begin else 0), text[:, begin : begin + NEAR]
+            first = torch.where(empty[:, None], START, text[:, max(0, begin - 1) : max(1, begin)])
+            state = model.empty_state(rows).where(empty, state)
+            losses, state = model.token_losses(torch.cat([first, targets[:, :-1]], 1), targets, state=state)
             found.append(losses.float())
-    whole = torch.cat(found, dim=1).unflatten(0, (len(modes), rows)).numpy()
-    return dict(zip(modes, whole, strict=True))
+    return torch.cat(found, 1).unflatten(0, (2, rows // 2))
 
 
-def _has_memory(model: gecko.Gecko) -> bool:
-    return model.config.memory != "none"
+def kinds(text: bytes, common: set[bytes]) -> tuple[NDArray[np.bool_], ...]:
+    """Return for each byte whether it is of a name that is repeated from beyond ``NEAR`` bytes, of a new one, or other.
 
-
-def with_empty_memory(model: gecko.Gecko, state: GeckoState, rows: Tensor) -> GeckoState:
-    """Return the state with empty memory in the given ``rows`` (B,) bool."""
-    fresh = model.empty_state(state.batch_size)
-    mixers = []
-    for mixer, empty in zip(state.mixers, fresh.mixers, strict=True):
-        if mixer.memory is None or empty.memory is None:
-            raise ValueError("the model must have a working memory; this one has none. Try a Gecko.")
-        mixers.append(replace(mixer, memory=empty.memory.where(rows, mixer.memory)))
-    return replace(state, mixers=tuple(mixers))
-
-
-def _reset(model: gecko.Gecko, state: GeckoState, states: Tensor, memories: Tensor) -> GeckoState:
-    """Return the state with empty memories and empty states in the marked rows."""
-    kept = with_empty_memory(model, state, memories) if _has_memory(model) else state
-    return model.empty_state(state.batch_size).where(states, kept)
-
-
-def repeated_names(text: bytes, common: set[bytes]) -> NDArray[np.bool_]:
-    """Return for each byte whether it is of a rare word that was used before, the last time beyond ``NEAR`` bytes."""
-    marks, last = np.zeros(len(text), bool), dict[bytes, int]()
+    Bytes of rare words that were used within the last ``NEAR`` bytes are of no kind.
+    """
+    repeated, new, near, last = *(np.zeros(len(text), bool) for _ in range(3)), dict[bytes, int]()
     for match in WORD.finditer(text):
-        word = match.group()
-        if word not in common and match.start() - last.get(word, match.start()) > NEAR:
-            marks[match.start() : match.end()] = True
-        last[word] = match.start()
-    return marks
+        if (word := match.group()) not in common:
+            before = last.get(word)
+            kind = new if before is None else repeated if match.start() - before > NEAR else near
+            kind[match.start() : match.end()] = True
+            last[word] = match.start()
+    return repeated, new, ~(repeated | new | near)
 
 
 def common_words(folder: Path) -> set[bytes]:
@@ -175,126 +211,86 @@ def common_words(folder: Path) -> set[bytes]:
     return {word for word, _ in counts.most_common(COMMON)}
 
 
-def matches(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return for each order and byte the distance to the last equal context, or ``NO_MATCH``, and whether the same byte
-    followed it."""
-    distances = np.full((len(ORDERS), len(text)), NO_MATCH)
-    hits = np.zeros((len(ORDERS), len(text)), bool)
-    for row, order in enumerate(ORDERS):
-        last: dict[bytes, int] = {}
-        for place in range(order, len(text)):
-            context = text[place - order : place]
-            earlier = last.get(context)
-            if earlier is not None:
-                distances[row, place], hits[row, place] = place - earlier, text[earlier] == text[place]
-            last[context] = place
-    return distances, hits
+def whole_loss(row: Mapping[str, str]) -> float:
+    """Return the loss of all bytes that have a kind."""
+    sizes = [float(row[f"{kind} bytes"]) for kind in KINDS]
+    return sum(size * float(row[kind]) for size, kind in zip(sizes, KINDS, strict=True)) / sum(sizes)
 
 
-def mixed_losses(losses: Values, found: Sequence[tuple[Any, Any]], window: int) -> Values:
-    """Return the losses (texts, L) after mixing in the match predictor with contexts of the last ``window`` bytes."""
-    orders = np.stack([_longest(distances <= window) for distances, _ in found])
-    hits = np.stack([
-        np.take_along_axis(right, np.maximum(order, 0)[None], 0)[0]
-        for (_, right), order in zip(found, orders, strict=True)
-    ])  # fmt: skip
-    mixed = losses.copy()
-    for text in range(len(losses)):
-        others = np.arange(len(losses)) != text
-        for order in range(len(ORDERS)):
-            places = orders[others] == order
-            if places.any():
-                weight = _best_weight(losses[others][places], hits[others][places])
-                here = orders[text] == order
-                mixed[text, here] = _mix(losses[text, here], hits[text, here], weight)
-    return mixed
+def repeated_loss(row: Mapping[str, str]) -> float:
+    return float(row["repeated"])
 
 
-def _longest(inside: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the index of the longest order with a match, (L,); -1 for none."""
-    last = len(ORDERS) - 1 - inside[::-1].argmax(0)
-    return np.where(inside.any(0), last, -1)
+def past_gain(row: Mapping[str, str]) -> float:
+    """Return by how much repeated names are more likely than new ones."""
+    return float(row["new"]) - float(row["repeated"])
 
 
-def _mix(losses: Values, hits: NDArray[np.bool_], weight: float) -> Values:
-    return -np.log(weight * hits + (1 - weight) * np.exp(-losses))
+def reset_gain(row: Mapping[str, str]) -> float:
+    """Return what the whole past is worth on repeated names, against an empty state every ``NEAR`` bytes."""
+    return float(row[f"repeated with {NEAR} bytes of past"]) - float(row["repeated"])
 
 
-def _best_weight(losses: Values, hits: NDArray[np.bool_]) -> float:
-    return float(min(WEIGHTS, key=lambda weight: _mix(losses, hits, weight).mean()))
+def tuned(form: str, rows: Sequence[Mapping[str, str]]) -> float | None:
+    """Return the rate with the least loss on the tuning packages; None if not all rates were run."""
+    losses: dict[float, list[float]] = {}
+    for row in rows:
+        if (row["split"], row["form"]) == ("tuning", form):
+            losses.setdefault(float(row["rate"]), []).append(whole_loss(row))
+    means = {rate: mean for rate, of in losses.items() if math.isfinite(mean := fmean(of))}
+    return min(means, key=lambda rate: means[rate]) if losses.keys() == set(RATES) else None
 
 
-def score(data: str, models: Sequence[str], seeds: Sequence[int], threads: int) -> None:
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    files = [path for path in sorted(Path(data, "held_out").glob("*.txt")) if path.stat().st_size >= LENGTH]
-    if len(files) < 2:
-        raise FileNotFoundError(
-            f"{data}/held_out must hold two texts of {LENGTH:,} bytes as .txt; it has {len(files)}."
-        )
-    raw = [path.read_bytes()[:LENGTH] for path in files]
-    texts = [np.frombuffer(bytearray(text), np.uint8) for text in raw]
-    common = common_words(Path(data, "train"))
-    names = np.stack([repeated_names(text, common) for text in raw])
-    kinds = {"all bytes": np.ones_like(names), "repeated names": names, "other bytes": ~names}
-    found = [matches(text) for text in raw]
-    scores: list[Score] = []
-    for seed in seeds:
-        losses = {}
-        for name in models:
-            losses[name] = byte_losses(gecko.load(find_model(str(run_folder(data, name, seed)))), texts)
-            print(data, name, seed, flush=True)
-        for kind, marks in kinds.items():
-            scores += _kind_scores(losses, marks, {"kind": kind, "seed": seed})
-            scores += _match_scores(losses, found, marks, {"kind": kind, "seed": seed})
-    runs = {name: json.loads((find_model(str(run_folder(data, name, seeds[0]))) / "recipe.json").read_text("utf-8"))
-            for name in models}  # fmt: skip
-    steps = next(iter(runs.values()))["steps"]
-    settings = {"texts": [path.name for path in files], "bytes": LENGTH, "first": FIRST, "steps": steps, "runs": runs}
-    command = f"python benchmarks/long_context.py {shlex.join(sys.argv[1:])}"
-    kept.keep_results(f"long_context/{data}", Results("long context", scores, settings, seeds[0]), command)
+def measured(form: str, measure: Measure) -> dict[int, list[float]]:
+    """Return a measure on the test packages by seed, for seeds that have all packages."""
+    found: dict[int, dict[str, float]] = {}
+    for row in rows_of("past.csv"):
+        if (row["split"], row["form"]) == ("test", form):
+            found.setdefault(int(row["seed"]), {})[row["package"]] = measure(row)
+    return {seed: [of[name] for name in TEST] for seed, of in found.items() if of.keys() == set(TEST)}
 
 
-def _kind_scores(
-    losses: Mapping[str, Mapping[str, Values]], marks: NDArray[np.bool_], where: Mapping[str, Any]
-) -> Iterator[Score]:
-    control = losses[next(iter(MODELS))]
-    for name, found in losses.items():
-        place = {"model": name, **where}
-        for mode, values in found.items():
-            yield _score("loss", values, marks, {**place, "mode": mode})
-        yield _score("2K less 64K", found["2K"] - found["64K"], marks, place)
-        if found is not control:
-            beyond = (found["2K"] - found["64K"]) - (control["2K"] - control["64K"])
-            yield _score("2K less 64K, less the control's", beyond, marks, place)
-            yield _score("control less model, all", control["all"] - found["all"], marks, place)
-            yield _score("memory of 2K less all", found["memory of 2K"] - found["all"], marks, place)
+def contrast(form: str, base: str, measure: Measure) -> tuple[float, float, float] | None:
+    """Return a measure of a form less that of ``base``, and its 95 % interval; None without a common seed."""
+    one, other = measured(form, measure), measured(base, measure)
+    seeds = sorted(one.keys() & other.keys())
+    return wider([np.subtract(one[seed], other[seed]) for seed in seeds]) if seeds else None
 
 
-def _match_scores(
-    losses: Mapping[str, Mapping[str, Values]], found: Sequence[tuple[Any, Any]], marks: NDArray[np.bool_],
-    where: Mapping[str, Any],
-) -> Iterator[Score]:  # fmt: skip
-    for name, modes in losses.items():
-        plain = modes["all"].astype(np.float64)
-        mixed = {context: mixed_losses(plain, found, size) for context, size in CONTEXTS.items()}
-        for context, values in mixed.items():
-            yield _score("match predictor's gain", plain - values, marks, {"model": name, **where, "mode": context})
-        yield _score("matches 2K less 64K", mixed["2K"] - mixed["64K"], marks, {"model": name, **where})
+def uses_the_past(form: str) -> bool:
+    """Return whether a form fulfils the condition that was stated before the first run."""
+    past, loss = (contrast(form, NONE, measure) for measure in (past_gain, repeated_loss))
+    return past is not None and loss is not None and past[1] > MARGIN and loss[2] < 0
 
 
-def _score(name: str, values: Values, marks: NDArray[np.bool_], where: Mapping[str, Any]) -> Score:
-    """Return the mean over the marked bytes from ``FIRST`` on, with its interval over blocks."""
-    inside, marked = (x[:, FIRST:].reshape(-1, BLOCK) for x in (values.astype(np.float64), marks))
-    sums, counts = (inside * marked).sum(1), marked.sum(1).astype(np.float64)
-    interval = bootstrap_ratio(sums, counts, "blocks", 0)
-    return Score(name, float(sums.sum() / counts.sum()), int(counts.sum()), "bytes", interval, where)
+def shown(found: tuple[float, float, float] | None) -> str:
+    return "" if found is None else "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found)
+
+
+def table() -> str:
+    """Return a Markdown table of the forms."""
+    if not any(measured(form, repeated_loss) for form in NAMES):
+        return "Not run yet.\n"
+    lines = [
+        "| memory | seeds | nats per byte of repeated names | minus no memory | lead on them less lead on new names | "
+        f"gain of all over {NEAR:,} bytes, less that without memory | minus the paper's |",
+        "|---|---:|---:|---|---|---|---|",
+    ]
+    for form in NAMES:
+        losses = measured(form, repeated_loss)
+        changes = [contrast(form, NONE, measure) if form != NONE else None
+                   for measure in (repeated_loss, past_gain, reset_gain)]  # fmt: skip
+        against = contrast(form, PAPER, repeated_loss) if form != PAPER else None
+        loss = f"{fmean(map(fmean, losses.values())):.4f}" if losses else "not run"
+        lines.append(f"| {form} | {len(losses)} | {loss} | {' | '.join(map(shown, (*changes, against)))} |")
+    return "\n".join(lines) + "\n"
 
 
 def page() -> str:
+    """Return the page of the older results, of one seed."""
     lines = [
         "# Effect of long context on the loss, with and without a working memory", "",
-        "Made by `python benchmarks/long_context.py page` of `../scores.csv.gz`. Models of 1 M parameters on "
+        "Made by `python benchmarks/evidence.py --write` of `../scores.csv.gz`. Models of 1 M parameters on "
         "bytes; nats per byte with 95 % intervals over blocks of 1,024 bytes. A positive number is a gain.", "",
     ]  # fmt: skip
     for name in kept.names("long_context"):
@@ -315,7 +311,7 @@ def _tables(data: str, record: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"`{record['command']}`, commit {str(record.get('commit'))[:9]}, {hardware}. Held-out documents: "
         f"{', '.join(Path(name).stem for name in settings['texts'])}; bytes {settings['first']:,} to "
-        f"{settings['bytes']:,} of each. Training: {settings['steps']:,} steps of {LANES} rows of {ROW:,} bytes."
+        f"{settings['bytes']:,} of each. Training: {settings['steps']:,} steps of 8 rows of 2,048 bytes."
     )
     yield ""
     for note in record["notes"]:
@@ -342,27 +338,30 @@ def _cell(score: Mapping[str, Any] | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("documents", "train", "score", "page"))
-    parser.add_argument("--data", default="books", help="folder with train/ and held_out/, each of .txt")
-    parser.add_argument("--models", type=lambda text: text.split(";"), default=list(MODELS), help="separated by ;")
-    parser.add_argument("--steps", type=int, default=610, help="train: of 16,384 bytes each")
-    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    if unknown := set(arguments.models) - set(MODELS):
-        parser.error(f"--models must be of {'; '.join(MODELS)}; got {'; '.join(sorted(unknown))}")
-    if arguments.part == "score" and next(iter(MODELS)) not in arguments.models:
-        parser.error(f"--models must contain {next(iter(MODELS))}, which the others are compared with")
-    if arguments.part == "documents":
-        write_packages(Path("source"))
-    elif arguments.part == "train":
-        for seed in arguments.seeds:
-            train(arguments.data, arguments.models, arguments.steps, seed)
-    elif arguments.part == "score":
-        score(arguments.data, arguments.models, arguments.seeds, arguments.threads)
-    else:
-        (FOLDER / "README.md").write_text(page(), encoding="utf-8")
-        print(page())
+    parser.add_argument("--source", type=Path, required=True, help="folder of the texts, made if it is not there")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="FORM")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial; with --results elsewhere")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the table")
+    given = parser.parse_args()
+    if not given.source.exists():
+        write_packages(given.source)
+    texts, lines = digest(given.source), Table(given.results / "past.csv", COLUMNS)
+    if others := {row["texts"] for row in lines.rows()} - {texts}:
+        raise ValueError(f"all lines of past.csv must be of the texts {texts}; it has others of {sorted(others)}.")
+
+    def planned(form: str, seed: int, rate: float, split: str) -> Planned:
+        steps = given.steps if split == "test" else given.steps * TUNING_STEPS // STEPS
+        return Planned(form, seed, rate, split, given.source, given.out, texts, steps)
+
+    def models() -> Iterator[Planned]:
+        rates = {form: tuned(form, lines.rows()) for form in given.only}
+        yield from (planned(form, seed, rate, "test") for seed in range(SEEDS) for form, rate in rates.items() if rate)
+
+    rates = (planned(form, 0, rate, "tuning") for form in given.only for rate in RATES)
+    lines.work_through([lambda: rates, models], run, given.jobs)
+    print(table())
 
 
 if __name__ == "__main__":

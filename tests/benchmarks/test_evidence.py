@@ -165,12 +165,3 @@ def test_the_line_is_a_power_law_through_the_means_of_sizes() -> None:
     points = [(size, 3 * size**-0.1 + error) for size in (10**6, 4 * 10**6, 15 * 10**6) for error in (-0.01, 0.01)]
     assert order_by_size.power_law(points) == pytest.approx((3, 0.1))
     assert order_by_size.power_law(points[:2]) is None
-
-
-@pytest.mark.parametrize("context", long_context.CONTEXTS)
-def test_a_byte_without_an_earlier_match_keeps_the_loss_of_the_model(context: str) -> None:
-    """The second half of the texts repeats the first half, of which no context occurs twice."""
-    texts = [bytes(range(first, first + 60)) * 2 for first in (0, 130)]
-    losses, window = np.ones((2, 120)), long_context.CONTEXTS[context]
-    mixed = long_context.mixed_losses(losses, [long_context.matches(text) for text in texts], window)
-    assert (mixed[:, :65] == losses[:, :65]).all() and (mixed[:, 80:] < 0.1).all()
