@@ -154,6 +154,16 @@ def split_anywhere(operator: Operator, case: Case) -> None:
         assert_same(parts.gradients, whole.gradients, TOLERANCE[case.dtype])
 
 
+def no_gradient_changes_no_value(operator: Operator, case: Case) -> None:
+    """Check that several calls without gradients, which may take other kernels, give the values of one call."""
+    given = problem(operator, case)
+    whole = read(operator.fast, given)
+    for cuts in partitions(case):
+        with torch.no_grad():
+            parts = read(operator.fast, given, cuts)
+        assert_same(parts.values, whole.values, TOLERANCE[case.dtype])
+
+
 def packed_is_alone(operator: Operator, case: Case) -> None:
     """Check that a packed document has the outputs and gradients that it has alone at the same chunk offset."""
     given = problem(operator, case)
@@ -189,7 +199,7 @@ def _turned(x: Tensor) -> Tensor:
     return x if last < 1 else x.transpose(0, last).contiguous().transpose(0, last)
 
 
-ALL = (fast_is_reference, split_anywhere, packed_is_alone, any_strides)
+ALL = (fast_is_reference, split_anywhere, no_gradient_changes_no_value, packed_is_alone, any_strides)
 
 
 def over(cases: Iterable[Case]) -> list[Any]:
@@ -205,6 +215,8 @@ def over(cases: Iterable[Case]) -> list[Any]:
 def _says_something(law: Law, case: Case) -> bool:
     if law is split_anywhere:
         return case.length > 1
+    if law is no_gradient_changes_no_value:
+        return case.length > 1 and case.dtype == torch.float32
     if law is any_strides:
         return case.layout == "packed" and case.batch > 1
     return law is not packed_is_alone or case.layout != "one"

@@ -12,14 +12,15 @@
 
 enum { QUERIES = 32, GROUPS = QUERIES / LANES };
 
-// A list is one head of one row. q: (lists, length, key); k, v: (lists / shared, length, .), because ``shared`` heads of
-// queries have one head of keys and values. Widths are multiples of LANES.
+// A list is one head of one row. k, v: (lists / shared, length, .), because ``shared`` heads of queries have one head of
+// keys and values; q: (lists, length - phase, key). The first chunk begins with ``phase`` keys and values of earlier
+// calls; these keys are rotated. Widths are multiples of LANES.
 typedef struct {
     const float *q, *k, *v;
     const float *k_before, *v_before;  // (lists / shared, chunk, .): the chunk before the call, keys rotated by their place
     const float *turns;                // (chunk + 1, 2, key): cosines and signed sines by place; the last for -chunk
-    const int32_t *first;              // (lists / heads, length): the first slot that a query sees
-    int64_t lists, heads, shared, turned_heads, length, chunk, key, value, span;
+    const int32_t *first;              // (lists / heads, length - phase): the first slot that a query sees
+    int64_t lists, heads, shared, turned_heads, length, phase, chunk, key, value, span;
     int pairs;
     int64_t chunks, ranges;  // a range is ``span`` chunks: one task
 } problem;
@@ -75,9 +76,19 @@ static void turn(float *to, const float *from, const problem *a, int64_t list, i
 
 static int64_t tokens_of(const problem *a, int64_t chunk) { return least(a->chunk, a->length - chunk * a->chunk); }
 
+// Return how many of a chunk's tokens are of earlier calls.
+static int64_t earlier(const problem *a, int64_t chunk) { return chunk ? 0 : a->phase; }
+
+// Return the row of q and of the output for a place in a chunk.
+static int64_t row_of(const problem *a, int64_t list, int64_t chunk, int64_t place) {
+    return list * (a->length - a->phase) + chunk * a->chunk + place - a->phase;
+}
+
 static void turned_keys(float *to, const problem *a, int64_t list, int64_t chunk) {
     const float *from = a->k + (list / a->shared * a->length + chunk * a->chunk) * a->key;
-    for (int64_t i = 0; i < tokens_of(a, chunk); i++) turn(to + i * a->key, from + i * a->key, a, list, i, 1, 0);
+    memcpy(to, from, sizeof(float) * earlier(a, chunk) * a->key);
+    for (int64_t i = earlier(a, chunk); i < tokens_of(a, chunk); i++)
+        turn(to + i * a->key, from + i * a->key, a, list, i, 1, 0);
 }
 
 // Load the keys of the chunk before the first chunk of a range into the own half of the window.
@@ -114,7 +125,7 @@ static void pair_values(scratch *s, const problem *a, int64_t list, int64_t chun
 
 static block block_of(const problem *a, int64_t list, int64_t chunk, int64_t begin) {
     block b = {begin, least(QUERIES, tokens_of(a, chunk) - begin), 2 * a->chunk, 0, {{0}}, {{0}}};
-    const int32_t *first = a->first + list / a->heads * a->length + chunk * a->chunk + begin;
+    const int32_t *first = a->first + row_of(a, list / a->heads, chunk, begin);
     b.high = a->chunk + begin + b.count;
     for (int i = 0; i < QUERIES; i++) {
         int32_t seen = first[least(i, b.count - 1)];
@@ -127,7 +138,7 @@ static block block_of(const problem *a, int64_t list, int64_t chunk, int64_t beg
 }
 
 static void load_queries(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b) {
-    const float *from = a->q + (list * a->length + chunk * a->chunk + b->begin) * a->key;
+    const float *from = a->q + row_of(a, list, chunk, b->begin) * a->key;
     for (int64_t i = 0; i < b->count; i++)
         turn(s->queries + i * a->key, from + i * a->key, a, list, b->begin + i, 1, 0);
     memset(s->queries + b->count * a->key, 0, sizeof(float) * (QUERIES - b->count) * a->key);
@@ -190,7 +201,7 @@ static void average(scratch *s, const problem *a, const block *b, halves v, floa
 
 static void forward_block(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b, float *out,
                           float *lse) {
-    int64_t at = list * a->length + chunk * a->chunk + b->begin;
+    int64_t at = row_of(a, list, chunk, b->begin);
     load_queries(s, a, list, chunk, b);
     scores(s, a, b);
     softmax(s, b, lse ? lse + at : 0);
@@ -199,10 +210,10 @@ static void forward_block(scratch *s, const problem *a, int64_t list, int64_t ch
 
 static problem problem_of(const float *q, const float *k, const float *v, const float *k_before, const float *v_before,
                           const float *turns, const int32_t *first, int64_t lists, int64_t heads, int64_t shared,
-                          int64_t turned_heads, int64_t length, int64_t chunk, int64_t key, int64_t value, int64_t span,
-                          int64_t pairs) {
+                          int64_t turned_heads, int64_t length, int64_t phase, int64_t chunk, int64_t key,
+                          int64_t value, int64_t span, int64_t pairs) {
     int64_t chunks = blocks_of(length, chunk);
-    return (problem){q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length,
+    return (problem){q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length, phase,
                      chunk, key, value, span, pairs, chunks, blocks_of(chunks, span)};
 }
 
@@ -210,9 +221,10 @@ static problem problem_of(const float *q, const float *k, const float *v, const 
 int64_t chunk_attention_forward(const float *q, const float *k, const float *v, const float *k_before,
                                 const float *v_before, const float *turns, const int32_t *first, float *out, float *lse,
                                 int64_t lists, int64_t heads, int64_t shared, int64_t turned_heads, int64_t length,
-                                int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
-    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length, chunk,
-                           key, value, span, pairs);
+                                int64_t phase, int64_t chunk, int64_t key, int64_t value, int64_t span, int64_t pairs,
+                                int64_t threads) {
+    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length, phase,
+                           chunk, key, value, span, pairs);
     int64_t refused = 0;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)
     for (int64_t list = 0; list < a.lists; list++)
@@ -223,7 +235,7 @@ int64_t chunk_attention_forward(const float *q, const float *k, const float *v, 
             for (int64_t u = range * span; u < least(a.chunks, (range + 1) * span); u++) {
                 next_keys(s.keys, &a, list, u);
                 pair_values(&s, &a, list, u, u == range * span, 1);
-                for (int64_t begin = 0; begin < tokens_of(&a, u); begin += QUERIES) {
+                for (int64_t begin = earlier(&a, u); begin < tokens_of(&a, u); begin += QUERIES) {
                     block b = block_of(&a, list, u, begin);
                     forward_block(&s, &a, list, u, &b, out, lse);
                 }
@@ -309,7 +321,7 @@ static void values_backward(scratch *s, const problem *a, const float *grad, con
 static void block_backward(scratch *s, const problem *a, int64_t list, int64_t chunk, const block *b, const float *lse,
                            const float *grad, const float *grad_lse, float *grad_q, grad_halves grad_v) {
     halves v = values_of(a, list, chunk);
-    int64_t at = list * a->length + chunk * a->chunk + b->begin, count = b->high - b->low;
+    int64_t at = row_of(a, list, chunk, b->begin), count = b->high - b->low;
     const float *given = grad + at * a->value;
     load_queries(s, a, list, chunk, b);
     scores(s, a, b);
@@ -372,16 +384,16 @@ static void add_to(float *to, const float *from, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] += from[i];
 }
 
-// ``grad_lse`` may be null. grad_k, grad_v: (lists, length, .), a gradient for each head of queries.
+// ``grad_lse`` may be null, and ``phase`` is 0. grad_k, grad_v: (lists, length, .), a gradient for each head of queries.
 // grad_k_before, grad_v_before: (lists, ranges, chunk, .); range 0 has the gradients of the chunk before the call.
 int64_t chunk_attention_backward(const float *q, const float *k, const float *v, const float *k_before,
                                  const float *v_before, const float *turns, const int32_t *first, const float *lse,
                                  const float *grad, const float *grad_lse, float *grad_q, float *grad_k, float *grad_v,
                                  float *grad_k_before, float *grad_v_before, int64_t lists, int64_t heads,
-                                 int64_t shared, int64_t turned_heads, int64_t length, int64_t chunk, int64_t key,
-                                 int64_t value, int64_t span, int64_t pairs, int64_t threads) {
-    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length, chunk,
-                           key, value, span, pairs);
+                                 int64_t shared, int64_t turned_heads, int64_t length, int64_t phase, int64_t chunk,
+                                 int64_t key, int64_t value, int64_t span, int64_t pairs, int64_t threads) {
+    problem a = problem_of(q, k, v, k_before, v_before, turns, first, lists, heads, shared, turned_heads, length, phase,
+                           chunk, key, value, span, pairs);
     gradients to = {grad_q, grad_k, grad_v, grad_k_before, grad_v_before};
     int64_t refused = 0;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (lists * length * value > ALONE)

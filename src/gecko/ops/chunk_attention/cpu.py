@@ -19,10 +19,11 @@ _SPAN = 512
 
 
 def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) -> bool:
-    """Return whether the kernels support these sizes. A call must start at the first slot of a chunk."""
+    """Return whether the kernels support these sizes. A call with gradients must start at the first slot of a chunk."""
     q, _, v = inputs
-    sizes = q.shape[-1] % CPU_KERNEL_WIDTH == 0 and v.shape[-1] % CPU_KERNEL_WIDTH == 0
-    return sizes and ring_start is not None and ring_start % pattern.chunk_size == 0
+    if ring_start is None or (ring_start % pattern.chunk_size and torch.is_grad_enabled()):
+        return False
+    return q.shape[-1] % CPU_KERNEL_WIDTH == 0 and v.shape[-1] % CPU_KERNEL_WIDTH == 0
 
 
 def chunk_attention_cpu(
@@ -31,12 +32,15 @@ def chunk_attention_cpu(
 ) -> Attended:  # fmt: skip
     """Compute ``chunk_attention_chunked``. If ``rounded``, products with values have factors in bfloat16."""
     q, k, v = inputs
-    size, length = 2 * pattern.chunk_size, q.shape[2]
+    size, length, phase = 2 * pattern.chunk_size, q.shape[2], ring_start % pattern.chunk_size
     keys, values = (in_order(x, ring_start, size).float() for x in (state.keys, state.values))
-    before = (x[:, :, pattern.chunk_size :] for x in (keys, values))
+    before = (x[:, :, pattern.chunk_size - phase : size - phase] for x in (keys, values))
+    given_k, given_v = (
+        torch.cat([old[:, :, size - phase :], new], 2) if phase else new for old, new in ((keys, k), (values, v))
+    )
     turns = segments.shared(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
     first = segments.shared(("first", pattern), lambda: _first(pattern, segments))
-    given = (*(x.contiguous() for x in (q, k, v, *before)), turns, first)
+    given = (*(x.contiguous() for x in (q, given_k, given_v, *before)), turns, first)
     rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * CPU_KERNEL_WIDTH) == 0
     log_sums: Tensor | None
     if torch.is_grad_enabled():
@@ -49,7 +53,7 @@ def chunk_attention_cpu(
         return out, log_sums, AttentionState(*rows)
 
     kept = slice(max(0, length - size), length)
-    place = torch.arange(kept.start, length, device="cpu") % pattern.chunk_size
+    place = torch.arange(phase + kept.start, phase + length, device="cpu") % pattern.chunk_size
     phases = segments.shared(("recent", pattern, q.shape[-1]), lambda: pattern.phases(k, place))
     turned, end = rotate(k[:, :, kept], phases, pattern.turned(k.shape[1])), ring_start + length
     ring_keys, ring_values = ring_after(keys, turned, end, size), ring_after(values, v[:, :, kept], end, size)
@@ -62,7 +66,7 @@ def _rings_of_rows(
     """Return the rings of keys and values of a padded call, from those before it in order of time."""
     k, v = new
     size = 2 * pattern.chunk_size
-    place = torch.arange(k.shape[2], device="cpu") % pattern.chunk_size
+    place = (ring_start + torch.arange(k.shape[2], device="cpu")) % pattern.chunk_size
     turned = rotate(k, pattern.phases(k, place), pattern.turned(k.shape[1]))
     # Place of slot s in the last ``size`` tokens of a row, of the ring before the call and its own.
     places = ends.unsqueeze(1) + (torch.arange(size, device="cpu") - ring_start - ends.unsqueeze(1)) % size
@@ -86,9 +90,10 @@ def _turns(pattern: Pattern, x: Tensor) -> Tensor:
 def _first(pattern: Pattern, segments: Segments) -> Tensor:
     """Return the first slot that each query sees in the window of the previous and its own chunk, (B, T) int32."""
     chunk, steps = pattern.chunk_size, torch.arange(segments.length, device="cpu")
-    place = steps % chunk
+    position = segments.clock.position.unsqueeze(1)
+    place = (position + steps) % chunk
     by_pattern = pattern.first_slot(place) + (1 - pattern.lookback) * chunk
-    begun = segments.document_starts - segments.clock.position.unsqueeze(1)
+    begun = segments.document_starts - position
     return torch.maximum(begun - (steps - place) + chunk, by_pattern).to(torch.int32).contiguous()
 
 
@@ -142,8 +147,9 @@ def _over_shared(grad: Tensor, heads: int) -> Tensor:
 
 
 def _sizes(q: Tensor, v: Tensor, pattern: Pattern) -> tuple[int, ...]:
-    """Return lists, heads, query heads per key head, rotated heads, length, chunk size, key and value widths, and
-    chunks per task."""
-    batch, heads, length, key = q.shape
-    span, shared = max(1, _SPAN // pattern.chunk_size), heads // v.shape[1]
-    return batch * heads, heads, shared, pattern.turned(heads), length, pattern.chunk_size, key, v.shape[-1], span
+    """Return lists, heads, query heads per key head, rotated heads, keys with those of earlier calls in the first
+    chunk, how many these are, chunk size, key and value widths, and chunks per task."""
+    batch, heads, asked, key = q.shape
+    (_, key_heads, length, value), chunk = v.shape, pattern.chunk_size
+    ranks = batch * heads, heads, heads // key_heads, pattern.turned(heads)
+    return *ranks, length, length - asked, chunk, key, value, max(1, _SPAN // chunk)
