@@ -32,7 +32,7 @@ SMALL: dict[str, ModelConfig] = {
     "llama": LlamaConfig(vocab_size=256, num_layers=2, model_dim=64, num_heads=1, ffn_dim=168),
 }  # fmt: skip
 """The model of a diagnosis by architecture, before overrides."""
-_PIECE = 32
+PIECE = 32
 """Tokens of a piece by which distances are reported for a model without chunks."""
 
 
@@ -98,7 +98,7 @@ def diagnose(
 
 def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, seed: int) -> list[Score]:
     """Return the accuracy of a model on a task, over all answers and by distance in chunks."""
-    chunk, device = model.config.chunk_size or _PIECE, next(model.parameters()).device
+    chunk, device = model.config.chunk_size or PIECE, next(model.parameters()).device
     whole, found = list[list[bool]](), dict[int, list[list[bool]]]()
     for first in range(0, rows, 32):
         batch = TASKS[task](size, min(32, rows - first), generator_of("test", seed, first))

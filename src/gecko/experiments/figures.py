@@ -18,6 +18,7 @@ from gecko.pages.figures import (
     chunk_borders,
     fit,
     label_line_ends,
+    mark_logarithms,
     new_figure,
     new_panels,
 )
@@ -125,25 +126,31 @@ def _means(
     return list(places), [mean for mean, _ in found], [below, above]
 
 
-def perplexity_figure(rows: Sequence[Row]) -> Any:
-    """Plot perplexity by context: the mean over seeds, and the seeds; for one seed with its interval."""
-    figure, axes = new_figure("context length, tokens", "perplexity per token")
+def length_figure(lines: Mapping[Model, Sequence[Row]], x: str, xlabel: str, ylabel: str) -> Any:
+    """Plot scores by a length: the mean over seeds, and the seeds; for one seed with its interval.
+
+    The frame of perplexities leaves out outliers; other scores have a logarithmic scale.
+    """
+    figure, axes = new_figure(xlabel, ylabel)
     ends, lowest, highest = [], [], 0.0
-    for model, mine in by_model(rows).items():
-        contexts, means, bars = _means(mine, "context")
+    for model, mine in lines.items():
+        places, means, bars = _means(mine, x)
         seeds, line = by_seed(mine), model.style.line(len(means)) | {"markevery": 1}
-        axes.errorbar(contexts, means, yerr=bars if len(seeds) == 1 else None, capsize=2.5, elinewidth=0.9, **line)
+        axes.errorbar(places, means, yerr=bars if len(seeds) == 1 else None, capsize=2.5, elinewidth=0.9, **line)
         for seed in seeds if len(seeds) > 1 else []:
-            points = [(row.case["context"], row.value) for row in seed]
+            points = sorted((row.case[x], row.value) for row in seed)
             axes.plot(*_columns(points), color=model.style.color, linewidth=0.6, alpha=0.6)
         lowest.append(min(means))
         highest = max(highest, *means)
         ends.append((means[-1], model.style, model.label))
-    ticks = sorted({row.case["context"] for row in rows})
+    ticks = sorted({row.case[x] for rows in lines.values() for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [token_count(tick) for tick in ticks])
     axes.minorticks_off()
-    if highest > _TALLEST * max(lowest):
+    if x != "context":
+        axes.set_yscale("log")
+        mark_logarithms(axes.yaxis)
+    elif highest > _TALLEST * max(lowest):
         axes.set_ylim(top=_TALLEST * max(lowest))
     label_line_ends(axes, ends)
     return figure

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gecko.eval.diagnose import PIECE
 from gecko.eval.results import Interval, over_rows
 from gecko.experiments.inputs import RECIPE, EvaluationFile, Inputs, RunFolder
-from gecko.experiments.table import Model, Row, grouped
+from gecko.experiments.table import Model, Row, by_model, grouped
 from gecko.io.files import read_object
+from gecko.models import parse_config
 from gecko.pages.figures import LineStyle
 from gecko.train.metrics import METRICS, seconds_by_step
 from gecko.train.run import has_role
 from gecko.train.settings import Role, current_fields, flatten
+from gecko.train.throughput import flops_per_token
 
 _LONGEST_DIFFERENCE = 30
 _TRAINING_POINTS = 50
 _NORMS = "norm statistics of"
 HELD_OUT, TRAINING_LOSS = "held-out loss, nats per byte", "training loss, nats per token"
+MEMORY = "peak memory, GiB"
 _SYNTHETIC_NAMES = {"mqar": "Associative recall (MQAR)", "selective_copying": "Selective copying",
                     "induction_heads": "Induction heads"}  # fmt: skip
 
@@ -107,6 +111,20 @@ def _letters(number: int) -> str:
     return ("" if number < 26 else _letters(number // 26 - 1)) + chr(ord("A") + number % 26)
 
 
+def families(rows: Sequence[Row], shared: Callable[[str], bool]) -> dict[Model, list[Row]]:
+    """Return the rows of runs by family: models that have equal settings of the names that are ``shared``.
+
+    A family has the shortest of their names, and a style of its own.
+    """
+    of_model = {model: identity_of_run(mine[0].file) for model, mine in by_model(rows).items()}
+    groups = grouped(of_model, lambda model: tuple(one for one in of_model[model].settings if shared(one[0])))
+    identities = [Identity(min((of_model[model].name for model in models), key=len), settings)
+                  for settings, models in groups.items()]  # fmt: skip
+    labels = label_models(identities)
+    found = {labels[one]: models for one, models in zip(identities, groups.values(), strict=True)}
+    return {family: [row for row in rows if row.model in models] for family, models in found.items()}
+
+
 def long_table(inputs: Inputs) -> list[Row]:
     """Return the rows of all inputs. What is there twice is noted as left out."""
     known = [(file, *identity_of_evaluation(file, inputs.runs)) for file in inputs.evaluations]
@@ -157,14 +175,28 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
         # Older results have no losses by row.
         losses, targets = run.results.get("row_losses") or [], run.results.get("row_targets") or []
         interval, loss, n = over_rows(losses, targets, 1.0), float(run.results["loss"]), run.results["tokens"]
+        flops = training_flops(run)
         for score, value in (("nats per byte", float(run.results["nats_per_byte"])), ("nats per token", loss)):
             scale = value / loss
             own = None if interval is None else Interval(scale * interval.low, scale * interval.high, interval.method)
-            yield row(score, value, n, "tokens", {}, own)
-    speeds = [one["tokens_per_second"] for one in _steps(run) if one.get("tokens_per_second")]
-    if speeds:
-        yield row("tokens/s", statistics.median(speeds), len(speeds), "steps", {})
+            yield row(score, value, n, "tokens", {} if flops is None else {"FLOPs": flops}, own)
+    length: Mapping[str, float] = {"length": int(run.recipe["sequence_length"])}
+    for score, name, combined in (("tokens/s", "tokens_per_second", statistics.median), (MEMORY, "memory_gib", max)):
+        values = [one[name] for one in _steps(run) if one.get(name)]
+        if values:
+            yield row(score, combined(values), len(values), "steps", length)
     yield row("steps", run.steps_done, 1, "runs", {})
+
+
+def training_flops(run: RunFolder) -> float | None:
+    """Return the FLOPs of all steps; None if they are not known: of trained weights, or without a Llama's package."""
+    if run.recipe.get("init_from") is not None:
+        return None
+    try:
+        config = parse_config(run.recipe.get("model"), "model", texts=False)
+        return flops_per_token(config, int(run.recipe["sequence_length"])) * run.tokens_before(run.steps_done)
+    except (ImportError, ValueError):  # a recipe of other code
+        return None
 
 
 def data_words(data: Mapping[str, Any]) -> str:
@@ -256,10 +288,10 @@ def _compared(file: EvaluationFile, details: Mapping[str, Any], n: int) -> tuple
     if file.kind == "retrieval":  # depths may differ: each is a row
         return named, settings["task"], texts, details.get("words")
     if file.kind == "diagnose":
-        size, chunk = settings["size"], settings["config"]["chunk_size"]
+        size, chunk = settings["size"], settings["config"].get("chunk_size", PIECE)
         about = (
-            f"{_SYNTHETIC_NAMES[settings['task']]}, {size['length']} tokens, {size['items']} to remember, "
-            f"chunks of {chunk}, {settings['steps']:,} steps"
+            f"{_SYNTHETIC_NAMES.get(settings['task'], settings['task'])}, {size['length']} tokens, {size['items']} to "
+            f"remember, chunks of {chunk}, {settings['steps']:,} steps"
         )
         return about, settings["task"], json.dumps(size, sort_keys=True), chunk, settings["steps"], settings["guessing"]
     return ("",)

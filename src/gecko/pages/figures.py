@@ -89,6 +89,17 @@ def fit(axes: Any, values: Sequence[float], margin: float, least: float = 0.1) -
         axes.set_ylim(min(finite) - space, max(finite) + space)
 
 
+def mark_logarithms(*axis: Any) -> None:
+    """Mark each final logarithmic axis with a few plain numbers."""
+    ticker = require("matplotlib.ticker", "train")
+    for one in axis:
+        low, high = one.get_view_interval()
+        subs = (1, 2, 5) if high < 1000 * low else (1,)
+        one.set_major_locator(ticker.MaxNLocator(5) if high < 4 * low else ticker.LogLocator(subs=subs, numticks=9))
+        one.set_major_formatter("{x:g}")
+        one.set_minor_formatter("")
+
+
 def label_line_ends(axes: Any, ends: Sequence[tuple[float, LineStyle, str]]) -> None:
     """Label lines at the right of the axes, each label with a piece of its line.
 

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.results import CODE, HARDWARE, MODELS, PARAMETERS, SEEDS, as_csv, small_run, write_run
+from support.results import CODE, HARDWARE, MODELS, PARAMETERS, SEEDS, as_csv, score, small_run, write_result, write_run
 
+from gecko.eval.diagnose import PIECE
+from gecko.eval.retrieval import READERS
+from gecko.eval.retrieval import TASKS as RETRIEVAL
+from gecko.eval.synthetic import TASKS as SYNTHETIC
 from gecko.experiments.compare import results as compared
 from gecko.experiments.compare.plan import Planned
 from gecko.experiments.inputs import EvaluationFile, Inputs, gather
@@ -115,6 +119,29 @@ def test_renewed_norms_are_another_line(perplexity: EvaluationFile) -> None:
     found = sections(only([EvaluationFile(Path("r.json"), record, perplexity.run)]))["Perplexity by context length"]
     first, second = (column[0] for column in found.tables[0].columns[2:])
     assert second == f"{first}, norms of the last 6 chunks"
+
+
+def test_every_task_can_be_shown(tmp_path: Path) -> None:
+    """Of tasks that were added after the report, and of a Llama, whose config has no chunks."""
+    for task in RETRIEVAL:
+        name = "string_match_part" if task in READERS else "string_match_all"
+        scores = [score(name, 0.5, 20, "samples", {"task": task, "length": 900, "depth": "random"}, 0.1, "Wilson")]
+        settings = {"task": task, "texts": ["essays.txt"], "lengths": [900], "depths": "random", "samples": 20}
+        write_result(tmp_path / f"{task}.json", "retrieval", scores, settings, {"name": "m"}, {"words": 9})
+    for task in SYNTHETIC:
+        for config in ({"chunk_size": PIECE}, {"rope_base": 1.0}):
+            settings = {"task": task, "size": {"length": 32, "vocab_size": 16, "items": 2}, "steps": 200,
+                        "guessing": 0.125, "config": config}  # fmt: skip
+            scores = [score("accuracy", 0.5, 20, "answers", {"chunks before the question": place}, 0.1, "Wilson")
+                      for place in ("any", 0, 1)]  # fmt: skip
+            write_result(tmp_path / f"{task}-{len(config)}-{'rope_base' in config}.json", "diagnose", scores, settings,
+                         {"name": "m"})  # fmt: skip
+    found = sections(gather(sorted(tmp_path.glob("*.json"))))
+    for task in RETRIEVAL:
+        (one,) = (part for title, part in found.items() if any(task in table.title for table in part.tables))
+        assert len(one.pictures) == 1 and one.tables[0].rows[0][3][0] == "50.0", task
+    synthetic = found["Synthetic tasks"]
+    assert len(synthetic.pictures) == len(SYNTHETIC) and all(len(table.columns) == 3 for table in synthetic.tables)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("piqa.json", 1), ("story.json", 100), ("passkey.json", 1)])

@@ -15,18 +15,19 @@ from typing import Any
 
 from gecko.eval.results import readable
 from gecko.experiments.compare.results import comparison_tables
+from gecko.experiments.compute import compute_part
 from gecko.experiments.figures import (
     check_packages,
     distance_figure,
+    length_figure,
     loss_pictures,
     map_figure,
     panels_figure,
-    perplexity_figure,
     position_curves,
     within_figure,
 )
 from gecko.experiments.inputs import Inputs, gather
-from gecko.experiments.rows import long_table, token_count
+from gecko.experiments.rows import MEMORY, families, long_table, token_count
 from gecko.experiments.table import (
     OF_HUNDRED,
     PERCENT,
@@ -123,6 +124,15 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     """Return the training section, with separate pictures per held-out text, because only their losses compare."""
     groups, models = _by_text(rows), by_model(rows)
     pictures = [picture for group in groups for picture in loss_pictures(group, inputs.leave_out)]
+    computed: list[Table] = []
+    ended = [row for row in rows if row.score == "nats per byte"]
+    for row in (row for row in ended if "FLOPs" not in row.case):
+        inputs.leave_out(row.model.label, "loss by training FLOPs: not known, as where it starts from weights")
+    known = [row for row in ended if "FLOPs" in row.case]
+    for group in grouped(known, lambda row: (row.text, row.n)).values():  # on the same held-out rows
+        drawn, table = compute_part(group)
+        pictures, computed = [*pictures, *drawn], [*computed, table]
+    pictures += length_pictures(rows)
     several = any(len({row.seed for row in mine}) > 1 for mine in models.values())
     intro = "Thick lines: means over seeds at common steps; thin lines: seeds." if several else ""
     if len(groups) > 1:
@@ -139,9 +149,26 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
         Table("Held-out loss of the finished models", columns, finals, [note]),
         Table("Models", [*columns_of_models, ("tokens/s", "median of steps, mean over seeds")],
               [_model_line(mine) for mine in models.values()], [speeds]),
-        published_table("training_loss"),
+        *computed, published_table("training_loss"),
     ]  # fmt: skip
     return [Section("Training", intro.strip(), pictures, tables)]
+
+
+_AS_FAST = ("model", "precision", "compile", "activation_checkpointing", "parallel")
+"""Settings that are equal in models whose speeds are compared by the length of a row."""
+
+
+def length_pictures(rows: Sequence[Row]) -> list[Picture]:
+    """Return pictures of speed and memory of training by the length of a row, of models with several, by machine."""
+    pictures, measured = [], [row for row in rows if row.score in ("tokens/s", MEMORY)]
+    machines = grouped(measured, lambda row: (_place((row.file.sessions or [{}])[-1])[1], row.score))
+    for (machine, score), mine in machines.items():
+        found = families(mine, lambda key: key.partition(".")[0] in _AS_FAST)
+        lines = {family: of for family, of in found.items() if len({row.case["length"] for row in of}) > 1}
+        if lines:
+            figure = length_figure(lines, "length", "length of a training row, tokens", score)
+            pictures.append(Picture(figure, f"Training: {score} by the length of a row, on {machine}."))
+    return pictures
 
 
 def _finished(rows: Sequence[Row]) -> list[list[Cell]]:
@@ -190,7 +217,8 @@ def perplexity_section(rows: Sequence[Row], _: Mapping[str, Sequence[Row]]) -> l
     heads = {"context": lambda row: f"{row.case['context']:,}", "score": lambda row: row.score}
     for group in _by_text(rows):
         about, drawn = group[0].text[0], [row for row in group if row.score == "perplexity, token"]
-        pictures.append(Picture(perplexity_figure(drawn), f"Perplexity per token by context, on {about}. {marks}"))
+        figure = length_figure(by_model(drawn), "context", "context length, tokens", "perplexity per token")
+        pictures.append(Picture(figure, f"Perplexity per token by context, on {about}. {marks}"))
         tables.append(score_table(f"Perplexity on {about}", group, heads, folded=True))
     intro = (
         "The same tokens are scored at every context length, each segment from an empty state. The changes in the "
@@ -243,14 +271,16 @@ def retrieval_sections(rows: Sequence[Row], _: Mapping[str, Sequence[Row]]) -> l
     }  # fmt: skip
     sections = []
     for task, of_task in grouped(rows, lambda row: row.text[1]).items():
-        maps, tables, name = [], [], _RETRIEVAL_NAMES[task]
+        maps, tables, name = [], [], _RETRIEVAL_NAMES.get(task)
         for group in _by_text(of_task):
             on = f", in {group[0].text[0]}" if group[0].text[0] else ""
-            drawn = by_model(row for row in group if row.score == "string_match_all")
+            drawn = by_model(row for row in group if row.score.startswith("string_match"))
             maps += [Picture(map_figure(mine, depth_name), f"{model.label}{on}", small=True)
                      for model, mine in drawn.items()]  # fmt: skip
-            tables.append(score_table(f"{name} ({task}){on}", group, heads, PERCENT, folded=True))
-        sections.append(Section(f"Retrieval: {name.lower()}", intro, maps, [*tables, statement("retrieval")]))
+            title = f"{f'{name} ({task})' if name else task}{on}"
+            tables.append(score_table(title, group, heads, PERCENT, folded=True))
+        title = f"Retrieval: {name.lower() if name else task}"
+        sections.append(Section(title, intro, maps, [*tables, statement("retrieval")]))
     return sections
 
 
