@@ -81,11 +81,8 @@ def _own_tokenizer(folder: Path) -> Tokenizer:
 
 
 def check_state(model: Gecko, state: GeckoState, path: str, name: str) -> None:
-    """Check that the model ``name`` can continue one text from the state in the file ``path``.
-
-    Raises:
-        ValueError: another model wrote the state, or it has several rows; the message names the file.
-    """
+    """Check that the model ``name`` can continue one text from the state in the file ``path``. Raise ValueError if
+    another model wrote the state, or it has several rows; the message names the file."""
     try:
         with inference(model):  # elsewhere a state of other weights is not refused
             model.check_state(state, 1)
@@ -97,11 +94,7 @@ def check_state(model: Gecko, state: GeckoState, path: str, name: str) -> None:
 
 
 def find_gecko(name: str) -> Path:
-    """Return ``find_model(name)`` for commands that need a Gecko.
-
-    Raises:
-        ValueError: the model is a Llama.
-    """
+    """Return ``find_model(name)`` for commands that need a Gecko. Raise ValueError if the model is a Llama."""
     folder = find_model(name)
     if isinstance(load_config(folder / CONFIG), LlamaConfig):
         raise ValueError(
@@ -116,16 +109,14 @@ def load_any_model(
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load a Gecko or a Llama and its tokenizer for inference.
 
-    The model is in evaluation mode: switching the mode for every token would take time.
+    The model is in evaluation mode: switching the mode for every token would take time. Errors are those of ``find``,
+    ``find_tokenizer`` and ``named_dtype``.
 
     Args:
         name: model folder or training run.
         tokenizer: ``bytes`` or a path; None for the model's own.
         device: as for ``select_device``.
         dtype: dtype of the weights; None keeps the stored one.
-
-    Raises:
-        FileNotFoundError, ValueError: as for ``find``, ``find_tokenizer`` and ``named_dtype``.
     """
     from gecko.train.throughput import select_device
 

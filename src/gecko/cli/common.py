@@ -257,11 +257,8 @@ def _is_inside(path: Path, read: Path) -> bool:
 
 
 def new_model_folder(out: Path, option: str = "OUT") -> Path:
-    """Return the folder for a new model, with ``~`` expanded.
-
-    Raises:
-        FileExistsError: the folder is not empty, or is or lies inside a training run or a checkpoint.
-    """
+    """Return the folder for a new model, with ``~`` expanded. Raise FileExistsError if the folder is not empty, or is
+    or lies inside a training run or a checkpoint."""
     folder = outside_of_runs(out, option)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{option} must be a new folder; {folder} is a file. Name another one.")
@@ -272,11 +269,8 @@ def new_model_folder(out: Path, option: str = "OUT") -> Path:
 
 
 def outside_of_runs(out: Path, option: str) -> Path:
-    """Return the folder with ``~`` expanded.
-
-    Raises:
-        FileExistsError: the folder is or lies inside a training run or a checkpoint.
-    """
+    """Return the folder with ``~`` expanded. Raise FileExistsError if the folder is or lies inside a training run or a
+    checkpoint."""
     from gecko.io.model_folder import run_or_checkpoint
 
     folder = out.expanduser()

@@ -146,14 +146,11 @@ class TemplateChat:
 
     Special tokens of the template become their ids. The same characters in a message stay text, so a message cannot end
     its turn or imitate another role. Every special token ends an answer, because the token that closes a turn often
-    differs from the one that ends a document.
+    differs from the one that ends a document. Raise ValueError if the template is not valid Jinja.
 
     Args:
         source: file of the template.
         now: the time that the template sees; None: that of the clock.
-
-    Raises:
-        ValueError: the template is not valid Jinja.
     """
 
     stops: Sequence[str] = ()
@@ -243,11 +240,8 @@ class TemplateChat:
         """Yield the ids of a conversation up to its last learned answer in pieces, and whether a model learns a piece.
 
         It learns the text of answers with their calls, each with the special token that ends it. The pieces are cut
-        where generation cuts them: a prompt ends where its answer begins.
-
-        Raises:
-            ValueError: the conversation does not fit the template, the template changes or loses a message, or no
-                special token ends an answer.
+        where generation cuts them: a prompt ends where its answer begins. Raise ValueError if the conversation does not
+        fit the template, the template changes or loses a message, or no special token ends an answer.
         """
         messages, functions = self._known(messages, functions)
         learned = [place for place, turn in enumerate(messages) if turn.role == "assistant" and turn.learned]
@@ -339,11 +333,8 @@ class TemplateChat:
     def _outline(
         self, messages: Sequence[Turn], marked: Iterable[int], functions: Sequence[Function] = ()
     ) -> list[str]:
-        """Render a conversation without its ``marked`` messages: texts, and between them the places of messages.
-
-        Raises:
-            ValueError: the template leaves a message out.
-        """
+        """Render a conversation without its ``marked`` messages: texts, and between them the places of messages. Raise
+        ValueError if the template leaves a message out."""
         # An empty message may be left out, unless a model learns that it is empty.
         shown = {place for place in marked if messages[place].content.strip() or messages[place].role == "assistant"}
         mark, said = _new_mark(), enumerate(messages)
@@ -420,11 +411,8 @@ def _new_mark() -> str:
 
 def find_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None = None) -> ChatFormat:
     """Return the template in the folder of the tokenizer, else the one in the folder of the model, else the plain
-    format. ``now`` is the time that templates see; None: that of the clock.
-
-    Raises:
-        ValueError: a file is damaged, or has several templates and none is named ``default``.
-    """
+    format. ``now`` is the time that templates see; None: that of the clock. Raise ValueError if a file is damaged, or
+    has several templates and none is named ``default``."""
     found = find_template(tokenizer, model_folder)
     if found is None:
         return PlainChat(tokenizer)

@@ -114,11 +114,8 @@ class ChatCorpus:
 
     @classmethod
     def build(cls, chats: Iterable[tuple[str, RecordedChat]], chat_format: TemplateChat) -> ChatCorpus:
-        """Tokenize chats, each given after its place for errors.
-
-        Raises:
-            ValueError: a chat does not fit the template; the message names its place.
-        """
+        """Tokenize chats, each given after its place for errors. Raise ValueError if a chat does not fit the template;
+        the message names its place."""
         found = cls([], [])
         for where, chat in chats:
             try:
@@ -187,10 +184,8 @@ class ChatRows:
     """Training rows of whole chats. Every epoch has the same rows, in another random order.
 
     A chat is never divided between rows, and chats in one row are separate documents: a model resets its state between
-    them. Each row takes the longest chat that is left, and then the longest ones that still fit.
-
-    Raises:
-        ValueError: there is no chat, or a chat does not fit in a row.
+    them. Each row takes the longest chat that is left, and then the longest ones that still fit. Raise ValueError if
+    there is no chat, or a chat does not fit in a row.
     """
 
     def __init__(self, corpus: ChatCorpus, sequence_length: int, seed: int) -> None:
@@ -222,11 +217,8 @@ class ChatRows:
 
 
 def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Divide items into groups of at most ``room`` in total: best fit, the largest items first.
-
-    Raises:
-        ValueError: an item is larger than ``room``.
-    """
+    """Divide items into groups of at most ``room`` in total: best fit, the largest items first. Raise ValueError if an
+    item is larger than ``room``."""
     groups: list[list[int]] = []
     left: list[tuple[int, int]] = []  # (room left, group), sorted
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):

@@ -34,9 +34,7 @@ def run_here(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterat
     """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete.
 
     At most ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time.
-
-    Raises:
-        ValueError, OSError: as ``run_task``, after all started shards have ended.
+    Errors are those of ``run_task``, after all started shards have ended.
     """
     waiting = [number for number, task in enumerate(plan.tasks) if read_record(plan, task) is None]
     # The largest shards first, so that no large shard is still running at the end.
@@ -108,11 +106,8 @@ class TokenizingStep:
 
 
 def run_on_slurm(plan: TokenizingPlan, workers: int, *, partition: str, hours: int) -> str:
-    """Submit the plan as an array of Slurm jobs of one core each, ``workers`` at a time; return the job's number.
-
-    Raises:
-        ValueError: this machine cannot submit jobs.
-    """
+    """Submit the plan as an array of Slurm jobs of one core each, ``workers`` at a time; return the job's number. Raise
+    ValueError if this machine cannot submit jobs."""
     if shutil.which("sbatch") is None:
         raise ValueError("Slurm jobs need the command sbatch, which this machine does not have; try a login node.")
     executor = require("datatrove.executor", "cluster").SlurmPipelineExecutor(
@@ -141,11 +136,8 @@ def unfinished_slurm_job(plan: TokenizingPlan) -> str | None:
 
 
 def run_on_ray(plan: TokenizingPlan, workers: int) -> None:
-    """Run the plan on the Ray cluster of this machine, ``workers`` tasks at a time, and wait for its end.
-
-    Raises:
-        OSError: some shards could not be written; the others are complete.
-    """
+    """Run the plan on the Ray cluster of this machine, ``workers`` tasks at a time, and wait for its end. Raise OSError
+    if some shards could not be written; the others are complete."""
     require("ray", "ray")
     executor = require("datatrove.executor", "ray").RayPipelineExecutor(
         [TokenizingStep(plan.folder.resolve())], tasks=len(plan.tasks), workers=workers, **_common(plan)

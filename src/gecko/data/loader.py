@@ -99,10 +99,7 @@ class PackedRows:
     Every epoch concatenates all documents in a new random order and cuts them into rows of ``sequence_length + 1``
     tokens. The last token of a row is the first of the next. The rows are shuffled too, so that a batch is not from one
     book. Tokens at the end of an epoch that do not fill a row are left out of that epoch. The orders of the last two
-    epochs are cached.
-
-    Raises:
-        ValueError: the corpus is shorter than a row, or the length or the seed is out of range.
+    epochs are cached. Raise ValueError if the corpus is shorter than a row, or the length or the seed is out of range.
     """
 
     def __init__(self, corpus: TokenizedCorpus, sequence_length: int, seed: int) -> None:

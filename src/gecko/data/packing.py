@@ -232,11 +232,8 @@ def held_out_part(lengths: NDArray[np.int64], fraction: float, layout: int, leas
 
 
 def held_out_count(total: int, fraction: float, layout: int, least: int) -> int:
-    """Return how many of ``total`` tokens, or documents up to layout 2, are held out: at least ``least``.
-
-    Raises:
-        ValueError: there are not more than ``least``, or the fraction is outside 0..1.
-    """
+    """Return how many of ``total`` tokens, or documents up to layout 2, are held out: at least ``least``. Raise
+    ValueError if there are not more than ``least``, or the fraction is outside 0..1."""
     if not 0 <= fraction <= 1:
         raise ValueError(f"validation_fraction must lie between 0 and 1; got {fraction}. Try 0.05.")
     if fraction in (0, 1):
@@ -252,10 +249,8 @@ def held_out_count(total: int, fraction: float, layout: int, least: int) -> int:
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
     """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent.
 
-    It sorts raw draws, which NumPy keeps the same in all versions, unlike ``permutation``.
-
-    Raises:
-        ValueError: ``seed`` is negative.
+    It sorts raw draws, which NumPy keeps the same in all versions, unlike ``permutation``. Raise ValueError if ``seed``
+    is negative.
     """
     if seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0; got {seed}.")

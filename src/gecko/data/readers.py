@@ -42,10 +42,8 @@ _REASONS = {suffix: reason for reason, suffixes in _UNREADABLE.items() for suffi
 def format_of(path: Path) -> Format:
     """Return the format of a file by its suffix: a format of records, or text for any other suffix.
 
-    A suffix of compression may follow the suffix of the content.
-
-    Raises:
-        ValueError: the suffix is that of a format that is not text and cannot be read.
+    A suffix of compression may follow the suffix of the content. Raise ValueError if the suffix is that of a format
+    that is not text and cannot be read.
     """
     suffix, compressed = _content_suffix(path)
     reason = "compressed Parquet; unpack it" if compressed and suffix == ".parquet" else _REASONS.get(suffix)
@@ -84,11 +82,8 @@ _LARGEST_WINDOW = 1 << 31
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file in pieces, decompressed if its suffix says so.
-
-    Raises:
-        ValueError: the compressed data is damaged or truncated.
-    """
+    """Yield the content of a file in pieces, decompressed if its suffix says so. Raise ValueError if the compressed
+    data is damaged or truncated."""
     readers = {".gz": _gzip_pieces, ".zst": _zstd_pieces}
     return readers.get(path.suffix.lower(), _plain_pieces)(path)
 
@@ -211,11 +206,8 @@ def check_regular(path: Path) -> None:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a JSON Lines file, each after its place in the file for errors.
-
-    Raises:
-        ValueError: a line is not UTF-8, or not one JSON object.
-    """
+    """Yield the objects of a JSON Lines file, each after its place in the file for errors. Raise ValueError if a line
+    is not UTF-8, or not one JSON object."""
     for number, line in enumerate(_split_lines(read_pieces(path)), start=1):
         if line.strip():
             where = f"{path}, line {number},"

@@ -279,10 +279,8 @@ class SplitShards:
 
     Each shard holds out one run of consecutive documents from a random position, so that the held-out documents are a
     sample of the whole corpus, and finding them needs no list of documents. A run may include the end of a document
-    that is trained on. ``layout`` is a version of ``ROW_LAYOUT``.
-
-    Raises:
-        ValueError: too little text to divide, or a fraction outside 0..1.
+    that is trained on. ``layout`` is a version of ``ROW_LAYOUT``. Raise ValueError if there is too little text to
+    divide, or the fraction is outside 0..1.
     """
 
     def __init__(self, folder: ShardFolder, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> None:
@@ -330,13 +328,10 @@ class SplitShards:
 class ShardedRows:
     """Rows of the training documents of shards.
 
-    The documents are concatenated in the order in which they were written, and cut into rows of
-    ``sequence_length + 1`` tokens. The last token of a row is the first of the next. The last row of the corpus may be
-    shorter: it is padded with a separate document without targets, so every epoch reads every token. Every epoch
-    shuffles the rows of the whole corpus.
-
-    Raises:
-        ValueError: the training documents are shorter than a row, or the length is out of range.
+    The documents are concatenated in the order in which they were written, and cut into rows of ``sequence_length + 1``
+    tokens. The last token of a row is the first of the next. The last row of the corpus may be shorter: it is padded
+    with a separate document without targets, so every epoch reads every token. Every epoch shuffles the rows of the
+    whole corpus. Raise ValueError if the training documents are shorter than a row, or the length is out of range.
     """
 
     def __init__(self, split: SplitShards, sequence_length: int) -> None:

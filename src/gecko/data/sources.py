@@ -36,10 +36,8 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "sit
 def find_files(source: str) -> list[Path]:
     """Return the files of a path, a folder (at any depth) or a glob, sorted by path.
 
-    Hidden files, and backups of editors, are left out unless the path or the glob names such files.
-
-    Raises:
-        FileNotFoundError: the path does not exist, or the folder or glob has no files.
+    Hidden files, and backups of editors, are left out unless the path or the glob names such files. Raise
+    FileNotFoundError if the path does not exist, or the folder or glob has no files.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -65,11 +63,8 @@ def find_files(source: str) -> list[Path]:
 
 
 def stdlib_files() -> list[Path]:
-    """Return the ``.py`` files of the Python standard library on this machine, sorted by path, without its tests.
-
-    Raises:
-        FileNotFoundError: this Python's library is not stored in ``.py`` files.
-    """
+    """Return the ``.py`` files of the Python standard library on this machine, sorted by path, without its tests. Raise
+    FileNotFoundError if this Python's library is not stored in ``.py`` files."""
     root = Path(sysconfig.get_path("stdlib"))
     # The build configuration differs from machine to machine and is not part of the library's source.
     files = [
@@ -150,11 +145,7 @@ class SourcePart:
     """Index of this piece of the data set, and the number of pieces."""
 
     def read(self) -> Iterator[str]:
-        """Return an iterator over the documents in order; they may be empty.
-
-        Raises:
-            ValueError: see ``load_documents``.
-        """
+        """Return an iterator over the documents in order; they may be empty. Errors are those of ``load_documents``."""
         if self.kind == "dataset":
             return _read_dataset(self)
         return read_file(Path(self.name), self.field) if self.kind == "file" else _read_stdlib(Path(self.name))

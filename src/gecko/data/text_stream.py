@@ -254,10 +254,8 @@ LARGEST_LOSS = 1e-3
 def check_loss(tokenizer: Tokenizer, texts: Iterable[str], *, allowed: bool) -> str:
     """Return the share of characters that a tokenizer loses, in words; an empty text if it loses none.
 
-    Up to ``SAMPLE`` characters are encoded and decoded. The normalisation that the tokenizer declares is no loss.
-
-    Raises:
-        ValueError: it loses more than ``LARGEST_LOSS``, which is not ``allowed``.
+    Up to ``SAMPLE`` characters are encoded and decoded. The normalisation that the tokenizer declares is no loss. Raise
+    ValueError if it loses more than ``LARGEST_LOSS``, which is not ``allowed``.
     """
     sample, total, lost = list[str](), 0, Counter[str]()
     for text in texts if not isinstance(tokenizer, ByteTokenizer) else ():

@@ -60,11 +60,8 @@ class TokenizingPlan:
 
     @classmethod
     def make(cls, sources: list[str], tokenizer: Tokenizer, folder: Path, *, field: str = "text") -> TokenizingPlan:
-        """Find the corpus and divide it into tasks.
-
-        Raises:
-            FileNotFoundError, ValueError: a source has no files, or the folder is inside a source.
-        """
+        """Find the corpus and divide it into tasks. Raise FileNotFoundError or ValueError if a source has no files, or
+        the folder is inside a source."""
         _check_outside(folder, sources)
         found = find_sources(sources, field=field)
         parts = [
@@ -90,11 +87,8 @@ class TokenizingPlan:
         return parse_object(folder / PLAN, "a plan of gecko tokenize", parse)
 
     def start(self) -> None:
-        """Create the folder with this plan, or check that it already has it.
-
-        Raises:
-            FileExistsError: the folder holds something else; nothing is overwritten.
-        """
+        """Create the folder with this plan, or check that it already has it. Raise FileExistsError if the folder holds
+        something else; nothing is overwritten."""
         path, content = self.folder / PLAN, self._content()
         if path.is_file():
             if path.read_bytes() != content.encode():
@@ -114,11 +108,8 @@ class TokenizingPlan:
         return [record for record in records if record is not None]
 
     def finish(self) -> Manifest | None:
-        """Write the manifest and return it if all shards are complete, otherwise return None.
-
-        Raises:
-            ValueError: a source has no text.
-        """
+        """Write the manifest and return it if all shards are complete, otherwise return None. Raise ValueError if a
+        source has no text."""
         written = {path.name for path in self.folder.glob("*.json")}
         if any(f"{task.name}.json" not in written for task in self.tasks):
             # This check is fast: most of thousands of tasks return here without reading thousands of records.

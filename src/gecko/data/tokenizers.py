@@ -366,10 +366,8 @@ def holds_tokenizer(folder: Path) -> bool:
 def copy_tokenizer(spec: str, folder: Path) -> None:
     """Copy the files of the tokenizer ``spec`` to ``folder``, each atomically, and delete those of another tokenizer.
 
-    The bytes tokenizer has no files. A tokenizer of the hub is not copied: its name is valid everywhere.
-
-    Raises:
-        OSError: a file cannot be read or written.
+    The bytes tokenizer has no files. A tokenizer of the hub is not copied: its name is valid everywhere. Raise OSError
+    if a file cannot be read or written.
     """
     path, files = Path(spec).expanduser(), dict[str, Path]()
     if path.is_dir() and holds_tokenizer(path):

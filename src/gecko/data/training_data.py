@@ -26,11 +26,8 @@ MIXTURE_STREAM = 1 << 32
 class MixedRows:
     """Rows of several sources: each block of ``BLOCK`` rows has ``counts[source]`` rows of a source, in random order.
 
-    The rows of a source keep their order, so the source of row i and its index there are functions of the seed and i.
-    A source that ends starts again.
-
-    Raises:
-        ValueError: a weight is not above 0, or too small for one row per block.
+    The rows of a source keep their order, so the source of row i and its index there are functions of the seed and i. A
+    source that ends starts again. Raise ValueError if a weight is not above 0, or too small for one row per block.
     """
 
     def __init__(self, sources: Sequence[Rows], weights: Sequence[float], seed: int) -> None:
@@ -185,11 +182,8 @@ def read_sources(
     """Return the sources by name: folders of shards, and texts, which are tokenized into memory.
 
     Of several processes, each verifies a share of the shards and returns a share of the texts. Arguments are those of
-    ``open_training_data``.
-
-    Raises:
-        FileNotFoundError, ValueError: a source cannot be read, is damaged, was made with another tokenizer, or shares
-            files with ``validation`` or, if both hold out documents, with another source.
+    ``open_training_data``. Raise FileNotFoundError or ValueError if a source cannot be read, is damaged, was made with
+    another tokenizer, or shares files with ``validation`` or, if both hold out documents, with another source.
     """
     mixture = [parse_source(item)[0] for item in sources]
     if validation is not None:

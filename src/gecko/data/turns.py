@@ -171,11 +171,8 @@ class Turn(NamedTuple):
 
 
 def read_functions(value: Any, name: str, texts: bool = False) -> list[Function]:
-    """Return the functions of a conversation, the field ``name``, in the form of chats or of ``/v1/responses``.
-
-    Raises:
-        FieldError: a function is of another form, there are too many, two have one name, or they are too large.
-    """
+    """Return the functions of a conversation, the field ``name``, in the form of chats or of ``/v1/responses``. Raise
+    FieldError if a function is of another form, there are too many, two have one name, or they are too large."""
     if not isinstance(value, list) or len(value) > MAX_FUNCTIONS:
         got = f"{len(value):,}" if isinstance(value, list) else reprlib.repr(value)
         raise FieldError(f"{name} must be a list of at most {MAX_FUNCTIONS} functions; got {got}", name)
@@ -193,13 +190,11 @@ def read_functions(value: Any, name: str, texts: bool = False) -> list[Function]
 
 
 def linked(turns: Sequence[Turn], name: str, known: Mapping[str, str] | None = MappingProxyType({})) -> list[Turn]:
-    """Return the turns of the field ``name``, with the names of functions beside their results.
+    """Return the turns of the field ``name``, with the names of functions beside their results. Raise FieldError if a
+    result belongs to no call.
 
     Args:
         known: names of functions by the ids of calls before these turns; None: there may be any.
-
-    Raises:
-        FieldError: a result belongs to no call.
     """
     names, found = dict(known or {}), []
     for place, turn in enumerate(turns):

@@ -79,7 +79,8 @@ class PaddedBatch:
         cls, inputs: Tensor, mask: Tensor | None, positions: Tensor | None, *,
         read: Tensor | None = None, continued: bool = False,
     ) -> PaddedBatch:  # fmt: skip
-        """Check the arguments that transformers passes, and build the batch.
+        """Check the arguments that transformers passes, and build the batch. Raise ValueError for wrong shapes, a row
+        without text, positions that jump, or a mask that contradicts ``read`` or has other numbers.
 
         Args:
             inputs: (B, T) integers, or embeddings (B, T, D).
@@ -89,10 +90,6 @@ class PaddedBatch:
                 read tokens.
             read: (B, columns before) bool, True at the columns that the cache has read as text. None: no columns.
             continued: whether a later call can continue this one, so that a row may have no text in this call.
-
-        Raises:
-            ValueError: wrong shapes, a row without text, positions that jump, or a mask that contradicts ``read`` or
-                has other numbers.
         """
         if inputs.dim() not in (2, 3) or 0 in inputs.shape:
             raise ValueError(
@@ -252,11 +249,8 @@ def _starts(inputs: Tensor, positions: Tensor, text: Tensor | None) -> Tensor | 
 
 
 def pick(layers: Sequence[Tensor], wanted: Sequence[int] | bool) -> tuple[Tensor | None, ...]:
-    """Return the layers, with None for those whose index is not in ``wanted``; True wants all.
-
-    Raises:
-        IndexError: there is no layer with an index.
-    """
+    """Return the layers, with None for those whose index is not in ``wanted``; True wants all. Raise IndexError if
+    there is no layer with an index."""
     if isinstance(wanted, bool):
         return tuple(layers)
     kept = {range(len(layers))[index] for index in wanted}

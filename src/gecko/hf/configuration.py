@@ -66,9 +66,5 @@ class GeckoConfig(PretrainedConfig):
         return cls(**architecture.to_dict(), **fields)
 
     def architecture(self) -> Architecture:
-        """Return the fields as a ``gecko.GeckoConfig``.
-
-        Raises:
-            ValueError: the fields contradict each other.
-        """
+        """Return the fields as a ``gecko.GeckoConfig``. Raise ValueError if the fields contradict each other."""
         return Architecture(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Architecture)})

@@ -172,22 +172,15 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refuse ``generate_batch``, which calls this method.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse ``generate_batch``, which calls this method."""
         raise ValueError(
             "generate_batch reads pages of keys and values, and a Gecko has a state of constant size; call generate "
             "with a batch, or serve many requests with gecko serve or vLLM."
         )
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:
-        """Make the cache before the first call, so that ``prefill_chunk_size`` finds one.
-
-        Raises:
-            ValueError: a row of the prompts has only padding.
-        """
+        """Make the cache before the first call, so that ``prefill_chunk_size`` finds one. Raise ValueError if a row of
+        the prompts has only padding."""
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not bool((mask != 0).any(1).all()):
             raise ValueError("every prompt must have at least one token; a row of attention_mask has only padding.")
@@ -300,10 +293,7 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[GeckoConfig.model_type] = GeckoForCausalLM.__n
 
 def _exported_without_cache(mask: Any, positions: Any, cache: Any, use_cache: bool | None) -> bool:
     """Return False, the value of ``use_cache`` for ``torch.export``, which knows the shapes of inputs but no values.
-
-    Raises:
-        RuntimeError: an argument is given by whose values a call chooses its work.
-    """
+    Raise RuntimeError if an argument is given by whose values a call chooses its work."""
     if mask is not None or positions is not None or cache is not None or use_cache:
         raise RuntimeError(
             "torch.export takes input_ids or inputs_embeds of one shape only, because a call chooses its work by the "

@@ -56,9 +56,7 @@ def transformers_tokenizer(tokenizer: ModelTokenizer, chat_template: str | None 
     """Return the tokenizer of a model in transformers' form: the same ids, after the one that starts a document.
 
     With a chat template, special tokens that a text contains become their ids, as chat templates write them as text.
-
-    Raises:
-        ValueError: the tokenizer is a SentencePiece model.
+    Raise ValueError if the tokenizer is a SentencePiece model.
     """
     if isinstance(tokenizer, ByteTokenizer):
         found = byte_tokenizer()

@@ -21,11 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class DecodingSequence:
-    """A sequence in the batch.
-
-    Raises:
-        ConstraintError: the constraint of the request allows no token.
-    """
+    """A sequence in the batch. Raise ConstraintError if the constraint of the request allows no token."""
 
     key: int
     """Identifier that the owner of the batch gave; ``request_id`` of its events."""
@@ -73,11 +69,8 @@ class DecodingBatch:
         self._broken: dict[int, str] | None = None
 
     def add(self, key: int, request: Request, prefill: Prefill) -> None:
-        """Add the sequence of a request, whose prompt ``prefill`` has read; its events have ``key``.
-
-        Raises:
-            ValueError: its sampling options are wrong, or its constraint allows no token; the batch is unchanged.
-        """
+        """Add the sequence of a request, whose prompt ``prefill`` has read; its events have ``key``. Raise ValueError
+        if its sampling options are wrong, or its constraint allows no token; the batch is unchanged."""
         sequence = DecodingSequence(key, request, prefill.state.position[0])
         sampler = self._new_sampler([*self.sequences, sequence])
         if request.sampling.counts_tokens:

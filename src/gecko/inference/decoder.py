@@ -32,14 +32,12 @@ class Decoder:
     If the weights are float32, bfloat16 or quantised, a step on the CPU is one call into C for the whole network, and
     on a GPU one CUDA graph of Triton kernels, which draws the next tokens too. Other models take ``Gecko.step``, whose
     result is copied into the slots. The logits of a sequence do not depend on the others in C; elsewhere their last
-    bits may. Empty slots cost no time, and memory only if as many were in use before. For use without gradients.
+    bits may. Empty slots cost no time, and memory only if as many were in use before. For use without gradients. Raise
+    ValueError if ``window_dtype`` is given, and the model decodes neither in C nor in Triton.
 
     Args:
         window_dtype: dtype of the keys and values in the attention window, float32 or bfloat16, which halves most of a
             state; None: as in the first state. bfloat16 rounds them.
-
-    Raises:
-        ValueError: ``window_dtype`` is given, and the model decodes neither in C nor in Triton.
     """
 
     def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
@@ -65,11 +63,7 @@ class Decoder:
         return self._seen[: self.count]
 
     def add(self, state: GeckoState, seen: Tensor) -> None:
-        """Copy the state of one sequence into slot ``count``.
-
-        Raises:
-            ValueError: other weights made the state.
-        """
+        """Copy the state of one sequence into slot ``count``. Raise ValueError if other weights made the state."""
         assert self.count < self.capacity, "there must be a free slot"
         if not self.count:
             # No slot holds a state of earlier weights, so the weights may have changed.
@@ -183,10 +177,8 @@ def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[
     """Return what ``Gecko.hidden`` does for ``tokens`` (1, n), a piece of one sequence that follows ``state``.
 
     The decoder in C reads the tokens one by one if they are few and the weights are bfloat16: then a call of the model
-    has no C kernels, and rounds activations.
-
-    Raises:
-        ValueError: a token is not in the vocabulary, or other weights made the state.
+    has no C kernels, and rounds activations. Raise ValueError if a token is not in the vocabulary, or other weights
+    made the state.
     """
     count, dtype = tokens.shape[1], model.embedding.weight.dtype
     may_be_faster = count > 1 and dtype == torch.bfloat16

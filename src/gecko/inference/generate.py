@@ -27,13 +27,11 @@ Prompt = Tensor | Sequence[int] | str
 def as_rows(tokenizer: Tokenizer | None, prompts: Prompt | Sequence[Prompt], state: GeckoState | None) -> list[Tensor]:
     """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt.
 
-    Texts begin with the document start, unless they continue ``state``.
+    Texts begin with the document start, unless they continue ``state``. Raise TypeError or ValueError if the prompts
+    are neither texts nor integers, or have more than two dimensions.
 
     Args:
         tokenizer: that of texts; None: the prompts are ids.
-
-    Raises:
-        TypeError, ValueError: the prompts are neither texts nor integers, or have more than two dimensions.
     """
     if tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
@@ -74,10 +72,7 @@ def _as_seed(seed: SupportsIndex) -> int:
 
 def own_tokenizer(model: Gecko, prompts: Prompt | Sequence[Prompt]) -> Tokenizer | None:
     """Return the tokenizer in the folder from which ``gecko.load`` read a model; None if the prompts are no texts.
-
-    Raises:
-        ValueError: the model was made in memory, or its folder names no tokenizer.
-    """
+    Raise ValueError if the model was made in memory, or its folder names no tokenizer."""
     several = isinstance(prompts, list | tuple) and prompts
     if not all(isinstance(prompt, str) for prompt in (prompts if several else [prompts])):
         return None

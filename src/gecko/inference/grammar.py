@@ -104,11 +104,7 @@ class Constraint:
 
 
 class Matcher:
-    """Constraint of one sequence at its current position.
-
-    Raises:
-        ConstraintError: no token is allowed.
-    """
+    """Constraint of one sequence at its current position. Raise ConstraintError if no token is allowed."""
 
     def __init__(
         self, matcher: Any, text: np.ndarray, tokens: JsonTokens | None, stop_tokens: Iterable[int]
@@ -124,11 +120,8 @@ class Matcher:
         return not self._continues
 
     def advance(self, token: int) -> None:
-        """Append an allowed token to the text.
-
-        Raises:
-            ConstraintError: no token can follow although the text is not complete, or a limit is reached.
-        """
+        """Append an allowed token to the text. Raise ConstraintError if no token can follow although the text is not
+        complete, or a limit is reached."""
         self._matcher.consume_token(token)
         if self._tokens is not None:
             self._names = self._names.read(self._tokens.parts[token]) or Names()

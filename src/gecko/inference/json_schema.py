@@ -26,11 +26,8 @@ _CONTROLS = re.compile(r"\0|\\(?:x00|u0000|U00000000|[xuU]\{0*\}|[pP]\{?[^{LMN])
 
 
 def exact_schema(source: str) -> str:
-    """Return a schema for the library whose texts fit the schema ``source``, as programs with float64 read both.
-
-    Raises:
-        ValueError: the source is not JSON, or has what the library does not hold exactly.
-    """
+    """Return a schema for the library whose texts fit the schema ``source``, as programs with float64 read both. Raise
+    ValueError if the source is not JSON, or has what the library does not hold exactly."""
     try:
         return json.dumps(_exact(json.loads(source)))
     except RecursionError:
@@ -40,10 +37,8 @@ def exact_schema(source: str) -> str:
 def exact_pattern(pattern: str) -> str:
     """Return a regular expression for the library whose texts match ``pattern`` in other programs too.
 
-    Where a set has all control characters, the library adds the quote and the backslash: NUL is left out of sets.
-
-    Raises:
-        ValueError: other programs read a set otherwise, or the pattern asks for NUL.
+    Where a set has all control characters, the library adds the quote and the backslash: NUL is left out of sets. Raise
+    ValueError if other programs read a set otherwise, or the pattern asks for NUL.
     """
 
     def exact(part: re.Match[str]) -> str:

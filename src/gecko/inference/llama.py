@@ -30,11 +30,8 @@ class LlamaPrefill:
 
 
 def prefill_llama(model: Llama, tokens: Iterable[Tensor], after: LlamaPrefill | None = None) -> LlamaPrefill:
-    """Read one sequence, given as 1-D integer tensors of any lengths.
-
-    Raises:
-        TypeError, ValueError: the tokens are not ids of the model, or there are none.
-    """
+    """Read one sequence, given as 1-D integer tensors of any lengths. Raise TypeError or ValueError if the tokens are
+    not ids of the model, or there are none."""
     before, reading = None if after is None else after.cache, None
     for hidden, cache, _ in _read(model, tokens, before):
         with inference(model):

@@ -22,11 +22,9 @@ LEAST_PIECE = 512
 def pieces(
     config: GeckoConfig, tokens: Iterable[Tensor], state: GeckoState | None = None, *, piece: int | None = None
 ) -> Iterator[Tensor]:
-    """Check the tokens that follow ``state`` and cut them where the position is a multiple of ``piece``.
-
-    Raises:
-        TypeError, ValueError: the state has several rows; while iterating, tokens are not ids of the model.
-    """
+    """Check the tokens that follow ``state`` and cut them where the position is a multiple of ``piece``. Raise
+    ValueError if the state has several rows; while iterating, TypeError or ValueError if tokens are not ids of the
+    model."""
     size = piece_length(config) if piece is None else piece
     return cut(checked(tokens, config.vocab_size), _until_border(state, size), size)
 

@@ -107,11 +107,7 @@ class PromptScorer:
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def push(self, hidden: Tensor, tokens: Tensor) -> None:
-        """Add a piece: inputs of the head (T, D) and tokens (T,).
-
-        Raises:
-            ValueError: logits are not finite.
-        """
+        """Add a piece: inputs of the head (T, D) and tokens (T,). Raise ValueError if logits are not finite."""
         before = hidden[:-1] if self._last is None else torch.cat([self._last, hidden[:-1]])
         targets = tokens[1:] if self._last is None else tokens
         self._last = hidden[-1:]

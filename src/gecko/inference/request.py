@@ -77,11 +77,8 @@ class Request:
         return 0 if self.state is None else self.state.position[0]
 
     def check(self, config: GeckoConfig) -> None:
-        """Check the request for a model of ``config``.
-
-        Raises:
-            TypeError, ValueError: the prompt is empty or not ids of the model, or a number is out of range.
-        """
+        """Check the request for a model of ``config``. Raise TypeError or ValueError if the prompt is empty or not ids
+        of the model, or a number is out of range."""
         if not isinstance(self.prompt, Tensor) or self.prompt.numel() == 0:
             raise ValueError("a prompt must be a tensor of at least one token id; got none. Try the document start.")
         for _ in pieces(config, [self.prompt], self.state, piece=self.prompt.numel()):

@@ -107,11 +107,8 @@ class Sampling:
         return uncut and self.repetition_penalty == 1 and not self.counts_tokens and not self.logit_bias
 
     def check_ids(self, vocab_size: int) -> None:
-        """Check the ids of the logit bias.
-
-        Raises:
-            ValueError: an id is outside a vocabulary of this size, or all ids are excluded.
-        """
+        """Check the ids of the logit bias. Raise ValueError if an id is outside a vocabulary of this size, or all ids
+        are excluded."""
         if len(self.excluded) == vocab_size:
             raise ValueError(f"logit_bias must leave a token to draw; got −100 or less for all {vocab_size} tokens.")
         for token in self.logit_bias:

@@ -17,11 +17,7 @@ from gecko.inference.request import Token
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Check stop strings.
-
-    Raises:
-        ValueError: one is empty.
-    """
+    """Check stop strings. Raise ValueError if one is empty."""
     if not all(stops):
         raise ValueError(f"a stop string must have at least one character; got {list(stops)}.")
 
@@ -29,10 +25,8 @@ def check_stops(stops: Sequence[str]) -> None:
 class StopStrings:
     """Filter that passes text on until one of ``stops`` is complete; a possible start of one is held back.
 
-    The stop string that is complete first ends the text; if several end together, the longest one.
-
-    Raises:
-        ValueError: an empty stop string.
+    The stop string that is complete first ends the text; if several end together, the longest one. Raise ValueError for
+    an empty stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

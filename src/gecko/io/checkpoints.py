@@ -35,13 +35,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify_files(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Check that the files of a checkpoint have the size and SHA-256 in its manifest.
+    """Check that the files of a checkpoint have the size and SHA-256 in its manifest. Raise FileNotFoundError,
+    ValueError or OSError if a file is missing, damaged or cannot be read; the message names it.
 
     Args:
         part, parts: every ``parts``-th file from ``part`` on is checked; all parts together check all files.
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: a file is missing, damaged or cannot be read; the message names it.
     """
     for name, entry in sorted(read_manifest(path).items())[part::parts]:
         file = path / name

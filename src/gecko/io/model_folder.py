@@ -310,11 +310,8 @@ def _row_sums(tensor: Tensor) -> Tensor:
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whose metadata contains a SHA-256 of all names, tensors and metadata.
-
-    Raises:
-        OSError: writing failed; an existing file is unchanged.
-    """
+    """Write a safetensors file whose metadata contains a SHA-256 of all names, tensors and metadata. Raise OSError if
+    writing fails; an existing file is unchanged."""
     ready = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }

@@ -22,10 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def fitted(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file in the dtypes of ``like``, which has every name, shape and dtype that it must have.
-
-    Raises:
-        ValueError: as ``check_layout``, or a value is not finite.
-    """
+    Errors are those of ``check_layout``; a value that is not finite is a ValueError."""
     check_layout(source, tensors, like)
     check_finite(source, tensors)
     return {name: tensors[name].to(expected.dtype) for name, expected in like.items()}

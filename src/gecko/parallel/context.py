@@ -158,11 +158,8 @@ class ContextGroup:
         return self.line.size
 
     def slice(self, length: int, chunk_size: int) -> slice:
-        """Return the columns that this rank holds of rows of ``length`` tokens.
-
-        Raises:
-            ValueError: ``length`` cannot be divided into an equal number of whole chunks per rank.
-        """
+        """Return the columns that this rank holds of rows of ``length`` tokens. Raise ValueError if ``length`` cannot
+        be divided into an equal number of whole chunks per rank."""
         if length % (self.size * chunk_size):
             raise ValueError(
                 f"rows must be a multiple of ranks × chunk_size = {self.size} × {chunk_size} tokens long, so that each "
@@ -176,10 +173,7 @@ class ContextGroup:
         segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
     ) -> Segments:  # fmt: skip
         """Return the documents of this rank's tokens, their positions in the stream, and the exchange with other ranks.
-
-        Raises:
-            ValueError: on all ranks, if the ranks hold different numbers of chunks or their calls differ.
-        """
+        Raise ValueError on all ranks if the ranks hold different numbers of chunks or their calls differ."""
         check_headers(self._gather(call_header(batch, length, chunk_size, segment_ids, clock)))
         if segment_ids is None:
             records = no_documents(self.size, batch, clock)
@@ -257,10 +251,7 @@ class SharedRows:
         segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
     ) -> Segments:  # fmt: skip
         """Return the layout of this rank's tokens, as ``ContextGroup.segments`` does. The ids are those of the rows.
-
-        Raises:
-            ValueError: the rows have another shape, or the ranks do not hold whole chunks.
-        """
+        Raise ValueError if the rows have another shape, or the ranks do not hold whole chunks."""
         size, rank = self.group.size, self.group.rank
         if self.segment_ids.shape != (batch, size * length):
             raise ValueError(

@@ -45,11 +45,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """Return the GPU of that name.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the GPU of that name. Raise ValueError if it is unknown."""
     if name.lower() not in GPUS:
         raise ValueError(unknown_name("--gpu", name, GPUS))
     return GPUS[name.lower()]
@@ -226,11 +222,8 @@ class Plan:
 
 
 def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
-    """Estimate ``run`` on ``gpus`` GPUs.
-
-    Raises:
-        ValueError: the product of ``run.parallel`` is not ``gpus``, or the batch cannot be divided among them.
-    """
+    """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, or the
+    batch cannot be divided among them."""
     for name, value in (("efficiency", assumptions.efficiency), ("overlap", assumptions.overlap)):
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")

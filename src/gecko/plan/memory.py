@@ -106,10 +106,8 @@ STEP_PARTS = PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, WORK, LOSS, COMMUNICATION, 
 def step_memory(run: Run, sizes: MeshSizes) -> tuple[dict[str, int], str]:
     """Return the bytes of one GPU at the peak of a step, by kind, and the name of this moment.
 
-    They are those of a rank that needs most, as a dry run measures them, and a reserve.
-
-    Raises:
-        ImportError: Triton is missing.
+    They are those of a rank that needs most, as a dry run measures them, and a reserve. Raise ImportError if Triton is
+    missing.
     """
     # All ranks of the first shard have the largest part of the parameters, the last part of a row follows states.
     peak = step_peak(run, sizes, rank=sizes.context - 1)

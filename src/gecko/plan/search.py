@@ -22,6 +22,7 @@ def find_plan(
 
     A dry run takes seconds, so few are made: for each way of checkpointing, the settings that need the least memory,
     and then those that should fit by what these need. Without Triton the settings that need the least are returned.
+    Raise ValueError if the batch and its rows cannot be divided among the GPUs.
 
     Args:
         kept: names of settings that stay as they are.
@@ -29,9 +30,6 @@ def find_plan(
 
     Returns:
         If none fits, the plan that needs the least memory.
-
-    Raises:
-        ValueError: the batch and its rows cannot be divided among the GPUs.
     """
     try:
         own = make_plan(run, gpus, gpu, assumptions)

@@ -25,10 +25,8 @@ def is_reachable(address: str) -> bool:
 def cached_data_sets_without_network(extra: str) -> Iterator[None]:
     """Load data sets from the cache of the package ``datasets`` only, if the hub cannot be reached.
 
-    ``extra`` is the package's extra that ``datasets`` comes with.
-
-    Raises:
-        FileNotFoundError: the hub cannot be reached, and the cache does not hold a data set.
+    ``extra`` is the package's extra that ``datasets`` comes with. Raise FileNotFoundError if the hub cannot be reached,
+    and the cache does not hold a data set.
     """
     hub, datasets = require("huggingface_hub", extra), require("datasets", extra)
     if is_reachable(hub.constants.ENDPOINT):

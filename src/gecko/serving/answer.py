@@ -84,12 +84,8 @@ class Answer:
         return await self._events.get()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield new text of any choice until all choices are finished or the time limit is reached.
-
-        Raises:
-            ApiError: 504 if no token was generated within the time limit, 500 if the model fails, 503 if the server
-                stops.
-        """
+        """Yield new text of any choice until all choices are finished or the time limit is reached. Raise ApiError 504
+        if no token was generated within the time limit, 500 if the model fails, 503 if the server stops."""
         while self._open:
             event = await self.next()
             if event is None:

@@ -96,10 +96,7 @@ class Service:
 
     async def start(self, path: str, body: Body) -> Answer:
         """Parse and prepare the request in ``body`` and submit it to the engine; the caller must close the answer.
-
-        Raises:
-            ApiError: the request is invalid, or the server has no capacity for it now.
-        """
+        Raise ApiError if the request is invalid, or the server has no capacity for it now."""
         places = ExitStack()
         try:
             return await self._start(_ENGINE_REQUESTS[path], body, places)
@@ -141,11 +138,8 @@ class Service:
         return await self.threads.encode(lambda: [encode_event(event, encode_answer) for event in reply.events(piece)])
 
     async def tokens(self, path: str, body: Body) -> bytes:
-        """Answer a request to ``/tokenize`` or ``/detokenize``.
-
-        Raises:
-            ApiError: the request is invalid, or the answer takes too much memory.
-        """
+        """Answer a request to ``/tokenize`` or ``/detokenize``. Raise ApiError if the request is invalid, or the answer
+        takes too much memory."""
         try:
             content = await self.threads.run(len(body), self._token_work[path], body.take)
         except ValueError as error:

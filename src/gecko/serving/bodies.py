@@ -36,11 +36,8 @@ _SCALAR = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
 
 
 def read_json(body: bytes | bytearray) -> Any:
-    """Parse a body of JSON in UTF-8.
-
-    Raises:
-        ValueError: the body is not valid JSON, or exceeds the bounds of this module.
-    """
+    """Parse a body of JSON in UTF-8. Raise ValueError if the body is not valid JSON, or exceeds the bounds of this
+    module."""
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -210,11 +207,8 @@ class Body:
         return content
 
     def resize(self, size: int) -> None:
-        """Count ``size`` bytes for this request from now on.
-
-        Raises:
-            ApiError: 400 if ``size`` exceeds the total, 503 if other requests take the rest of it.
-        """
+        """Count ``size`` bytes for this request from now on. Raise ApiError 400 if ``size`` exceeds the total, 503 if
+        other requests take the rest of it."""
         memory = self._memory
         if size > memory.total:
             limit = f"{memory.total:,} bytes of memory, with its tokens and log-probabilities"

@@ -253,11 +253,8 @@ class Hosts:
         return rf"https?://\[?({'|'.join(map(re.escape, self._named)) or '(?!)'})\]?\.?(:[0-9]+)?"
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Check the headers of a request. ``Host`` may be missing in HTTP/1.0; browsers always send it.
-
-        Raises:
-            ApiError: 403 for a name or site that is not allowed.
-        """
+        """Check the headers of a request. ``Host`` may be missing in HTTP/1.0; browsers always send it. Raise ApiError
+        403 for a name or site that is not allowed."""
         if host is not None and not self._known(host):
             message = f"the Host header must be a name of the server; got {host[:_LONGEST]!r}. {_ADVICE}"
             raise ApiError(403, message, code="unknown_host")

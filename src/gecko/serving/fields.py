@@ -57,11 +57,7 @@ K = TypeVar("K", bound=JsonObject)
 
 
 def parse_body(kind: type[K], body: bytes | bytearray) -> K:
-    """Parse and validate a body.
-
-    Raises:
-        ApiError: 400 for an invalid body.
-    """
+    """Parse and validate a body. Raise ApiError 400 for an invalid body."""
     try:
         data = read_json(body)
     except ValueError as error:

@@ -86,11 +86,8 @@ class Admission:
         """Whether the server is stopping and refuses new requests."""
 
     def take(self, held: ExitStack, places: int, of: int) -> None:
-        """Take ``places`` more for a request, which then has ``of`` places in total, until ``held`` is closed.
-
-        Raises:
-            ApiError: 503 while draining, 429 if too few places are free, 400 if the server has fewer than ``of``.
-        """
+        """Take ``places`` more for a request, which then has ``of`` places in total, until ``held`` is closed. Raise
+        ApiError 503 while draining, 429 if too few places are free, 400 if the server has fewer than ``of``."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; try another one, or later", code="shutting_down")
         if of > self._places:

@@ -27,11 +27,7 @@ AboveZero = Annotated[int, Range("must be above 0 and finite", above=0)]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits beyond which the server refuses requests.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """Limits beyond which the server refuses requests. Raise ValueError if a number is out of range."""
 
     rows: AboveZero = DEFAULT_ROWS
     """Maximum number of requests in prefill or decoding."""

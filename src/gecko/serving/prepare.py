@@ -94,11 +94,8 @@ class Preparation:
         self._names = TokenNames(model.tokenizer)
 
     def parse(self, kind: type[R], take: Callable[[], bytearray]) -> R:
-        """Parse the body that ``take`` returns, and check what needs no tokenizer.
-
-        Raises:
-            ApiError: 400 for an invalid body, 404 for another model; for a state as ``SavedStates.check_new``.
-        """
+        """Parse the body that ``take`` returns, and check what needs no tokenizer. Raise ApiError 400 for an invalid
+        body, 404 for another model; for a state as ``SavedStates.check_new``."""
         asked = parse_body(kind, take())
         if isinstance(asked, SaveState):
             self._states.check_new(asked.name)
@@ -113,12 +110,8 @@ class Preparation:
         return asked
 
     def prepare(self, asked: GenerationRequest | SaveState) -> Prepared:
-        """Load states, tokenize prompts and build the requests to the engine.
-
-        Raises:
-            ApiError, ValueError: the request is out of the model's or the server's range, or names a state or a
-                response that is not there.
-        """
+        """Load states, tokenize prompts and build the requests to the engine. Raise ApiError or ValueError if the
+        request is out of the model's or the server's range, or names a state or a response that is not there."""
         if isinstance(asked, SaveState):
             return self._prepare_saving(asked)
         state, prompts = self._prompts(asked)

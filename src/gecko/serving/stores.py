@@ -48,11 +48,8 @@ class SavedStates:
         return found
 
     def load(self, name: str) -> GeckoState:
-        """Load the state with this name.
-
-        Raises:
-            ApiError: 404 if there is no such state; 400 if its file is damaged or does not hold a state of one row.
-        """
+        """Load the state with this name. Raise ApiError 404 if there is no such state; 400 if its file is damaged or
+        does not hold a state of one row."""
         path = self._path(name)
         if not path.is_file():
             raise _not_found(name)
@@ -63,11 +60,8 @@ class SavedStates:
             raise ApiError(400, reason, code="invalid_state", param="state") from error
 
     def check_new(self, name: str) -> None:
-        """Check that a state may be saved under a name.
-
-        Raises:
-            ApiError: 400 for a name that is not allowed, 403 if states are not saved, 409 if the name is taken.
-        """
+        """Check that a state may be saved under a name. Raise ApiError 400 for a name that is not allowed, 403 if
+        states are not saved, 409 if the name is taken."""
         self._check_writable()
         if not _STATE_NAME.fullmatch(name):
             rule = "1 to 100 letters, digits, '.', '_' and '-', and begin with a letter or a digit"
@@ -77,11 +71,8 @@ class SavedStates:
             raise ApiError(409, message, code="state_exists", param="name")
 
     def save(self, name: str, state: GeckoState) -> dict[str, Any]:
-        """Write a new file atomically and describe it.
-
-        Raises:
-            ApiError: as ``check_new``, and 400 if the folder would exceed its limit.
-        """
+        """Write a new file atomically and describe it. Errors are those of ``check_new``; ApiError 400 if the folder
+        would exceed its limit."""
         with self._writing:
             self.check_new(name)
             size = state.num_bytes + _HEADER_BYTES + _TENSOR_BYTES * len(state.tensors())

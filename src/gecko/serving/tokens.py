@@ -64,11 +64,8 @@ class TokenRoutes:
         self._model, self._limits, self._names = model, limits, TokenNames(model.tokenizer)
 
     def tokenize(self, take: Callable[[], bytearray]) -> bytes:
-        """Answer the request whose body ``take`` returns with the ids that a generation would read.
-
-        Raises:
-            ApiError, ValueError: the request is invalid, or the prompt is too long.
-        """
+        """Answer the request whose body ``take`` returns with the ids that a generation would read. Raise ApiError or
+        ValueError if the request is invalid, or the prompt is too long."""
         asked = parse_body(TokenizeRequest, take())
         self._model.check_name(asked.model)
         ids = self._ids(asked)
@@ -80,11 +77,8 @@ class TokenRoutes:
         return b"".join((head, _encode_list(ids, int), b',"token_strs":', strings, b"}"))
 
     def detokenize(self, take: Callable[[], bytearray]) -> bytes:
-        """Answer the request whose body ``take`` returns with the text of its ids, without special ids.
-
-        Raises:
-            ApiError: the request is invalid, or has too many ids.
-        """
+        """Answer the request whose body ``take`` returns with the text of its ids, without special ids. Raise ApiError
+        if the request is invalid, or has too many ids."""
         asked = parse_body(DetokenizeRequest, take())
         self._model.check_name(asked.model)
         if len(asked.tokens) > MAX_ECHO_IDS:

@@ -52,11 +52,8 @@ class MetricsWriter:
         self._wandb = None if wandb is None else _weights_and_biases(folder, wandb, settings)
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Write one record. ``step`` is the number of finished optimizer steps.
-
-        Raises:
-            OSError: the record cannot be written; the message says what to do.
-        """
+        """Write one record. ``step`` is the number of finished optimizer steps. Raise OSError if the record cannot be
+        written; the message says what to do."""
         record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         self._keep()
@@ -81,11 +78,8 @@ class MetricsWriter:
             self._wandb.finish()
 
     def _keep(self) -> None:
-        """Go on in the file that has replaced ``metrics.jsonl``; if that was deleted, write it again.
-
-        Raises:
-            OSError: the folder of the run is gone. A checkpoint would begin a second one.
-        """
+        """Go on in the file that has replaced ``metrics.jsonl``; if that was deleted, write it again. Raise OSError if
+        the folder of the run is gone. A checkpoint would begin a second one."""
         if self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
             return
         if not self._path.exists():
@@ -119,11 +113,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return all records in order, without an incomplete last line, which a killed process leaves.
-
-    Raises:
-        ValueError: another line is damaged; the message names it.
-    """
+    """Return all records in order, without an incomplete last line, which a killed process leaves. Raise ValueError if
+    another line is damaged; the message names it."""
     return read_lines(path, _FIELDS)
 
 

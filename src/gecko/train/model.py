@@ -109,10 +109,8 @@ _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'
 def check_same_tokenizer(folder: Path, given: str) -> None:
     """Check that the tokenizer ``given`` is that of the model in ``folder``, if that is known.
 
-    Warn if the model's tokenizer cannot be loaded and may be the same.
-
-    Raises:
-        ValueError: the two produce different ids for the same text.
+    Warn if the model's tokenizer cannot be loaded and may be the same. Raise ValueError if the two produce different
+    ids for the same text.
     """
     known = known_tokenizer(folder)
     if known is None or known == given:
@@ -204,9 +202,7 @@ def add_adapters(model: LanguageModel, rank: int) -> None:
     """Give every linear layer of the blocks an adapter, and freeze all other parameters.
 
     The adapters' output is scaled by 2, so that the learning rate need not change with the rank. They begin as zero.
-
-    Raises:
-        ImportError: PEFT is not installed.
+    Raise ImportError if PEFT is not installed.
     """
     with without_log_warnings():
         peft = require("peft", "finetune")

@@ -190,11 +190,8 @@ class StartedStep:
 
 
 def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = ALONE) -> list[BatchPart]:
-    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns.
-
-    Raises:
-        ValueError: the rows of a single rank have no targets. Several ranks learn this on the device only.
-    """
+    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns. Raise
+    ValueError if the rows of a single rank have no targets. Several ranks learn this on the device only."""
     here = ranks.columns(batch.tokens.shape[1])
     tokens, targets = (to_device(x[:, here], device).chunk(parts) for x in (batch.tokens, batch.targets))
     # NumPy counts on the host.

@@ -36,11 +36,8 @@ def check_kernels() -> None:
 
 
 def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
-    """Return ``dry_step(run, sizes, rank).peak`` from steps of at most four blocks and rows.
-
-    Raises:
-        ImportError: Triton is missing.
-    """
+    """Return ``dry_step(run, sizes, rank).peak`` from steps of at most four blocks and rows. Raise ImportError if
+    Triton is missing."""
     check_kernels()
     run = replace(run, schedule=ScheduleSettings())  # batches of its final size
     if (parts := run.gradient_accumulation_steps) > PARTS and not run.data.carry_state:

@@ -90,12 +90,8 @@ class Agreement:
 
 
 def check_traces(traces: Mapping[int, Trace]) -> Agreement:
-    """Compare the traces of some ranks, by rank.
-
-    Raises:
-        ValueError: two ranks of a process group start different collectives, or a send has no receive, or a receive no
-            send, among these ranks.
-    """
+    """Compare the traces of some ranks, by rank. Raise ValueError if two ranks of a process group start different
+    collectives, or a send has no receive, or a receive no send, among these ranks."""
     groups: dict[tuple[int, ...], dict[int, list[Call]]] = defaultdict(dict)
     for rank, trace in traces.items():
         for group, calls in trace.collectives().items():
