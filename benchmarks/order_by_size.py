@@ -22,7 +22,7 @@ from PIL import Image
 from gecko.experiments.compare.results import rows_of_comparison
 from gecko.experiments.figures import loss_figure
 from gecko.experiments.rows import HELD_OUT
-from gecko.pages.figures import LineStyle, label_line_ends, new_panels
+from gecko.pages import LineStyle, label_line_ends, new_panels
 
 FOLDER = kept.FOLDER / "comparison"
 RESULTS = ("comparison/comparison", "comparison/longer", "comparison/order-")

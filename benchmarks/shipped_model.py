@@ -21,8 +21,7 @@ from measuring import START
 
 import gecko
 from gecko.inference.prefill import inference
-from gecko.io.checkpoints import model_folder
-from gecko.io.shipped import FOLDER
+from gecko.io.checkpoints import SHIPPED, model_folder
 from gecko.runtime.process import processor_name
 from gecko.train import Run
 from gecko.train.metrics import METRICS, read_metrics
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=31_337_482, help="bytes of the training texts")
     parser.add_argument("--rows", type=int, default=24, help="rows of each text that are scored")
     given = parser.parse_args()
-    source, target = model_folder(given.run), FOLDER / "books"
+    source, target = model_folder(given.run), SHIPPED / "books"
     exact = gecko.load(source)
     loss = fmean(row_losses(exact, given.texts, given.rows))
     exact.bfloat16().save(target)

@@ -36,7 +36,7 @@ from gecko.inference.packed_weights import PackedWeights
 from gecko.inference.prefill import inference
 from gecko.models import ModelConfig
 from gecko.ops.decoding.weights import Weights
-from gecko.parallel.fsdp import shard_model
+from gecko.parallel.sharding import shard_model
 from gecko.train.model import compile_block
 from gecko.train.throughput import flops_per_token
 

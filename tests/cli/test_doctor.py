@@ -20,7 +20,7 @@ from gecko.config import PRESETS
 from gecko.models.gecko import Block
 from gecko.ops.backends import cpu as native
 from gecko.plan.counts import counts_of
-from gecko.plan.dry_run.depth import block_memory
+from gecko.plan.dry_run import block_memory
 from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
 from gecko.segments import Segments
 from gecko.train.throughput import multiplies_bfloat16

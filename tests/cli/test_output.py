@@ -270,13 +270,13 @@ def test_messages_of_commands(
     assert not CONTROLS.search(result.output)
 
 
-@pytest.mark.parametrize("write", ["generate", "chat"])
+@pytest.mark.parametrize("write", ["_write", "_write_answer"])
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_model_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: str, terminal: bool
 ) -> None:
     """A pipe gets the exact text."""
-    from gecko.cli import chat, generate
+    from gecko.cli import generate
 
     class Answer:
         cut = False
@@ -285,13 +285,13 @@ def test_a_model_cannot_control_the_terminal(
             yield from ("x", NAME, "\n")
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    (generate if write == "generate" else chat)._write(Answer())  # type: ignore[attr-defined]
+    getattr(generate, write)(Answer())
     assert capsys.readouterr().out.startswith(f"x{SHOWN if terminal else NAME}\n")
 
 
 def test_names_in_figures_are_no_formulas() -> None:
     pytest.importorskip("matplotlib")
-    from gecko.pages.figures import LineStyle, label_line_ends, new_figure, svg
+    from gecko.pages import LineStyle, label_line_ends, new_figure, svg
 
     for name in ("$\\foo$", "$", "a$b$c", "_hidden", "$x^2$", "\\$"):
         figure, axes = new_figure(name, name)

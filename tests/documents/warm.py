@@ -14,10 +14,9 @@ import sys
 from contextlib import contextmanager
 
 IMPORTED = (
-    "gecko.cli.chat", "gecko.cli.eval", "gecko.cli.generate", "gecko.cli.serve",
-    "gecko.cli.tokenize", "gecko.cli.train", "gecko.data", "gecko.eval", "gecko.experiments.report", "gecko.inference",
-    "gecko.plan", "gecko.recipes.finetune", "gecko.serving.app", "gecko.train", "matplotlib.pyplot", "rich.console",
-    "rich.progress", "scipy.stats", "torch", "uvicorn",
+    "gecko.cli.eval", "gecko.cli.generate", "gecko.cli.tokenize", "gecko.cli.train", "gecko.data", "gecko.eval",
+    "gecko.experiments.report", "gecko.inference", "gecko.plan", "gecko.recipes.finetune", "gecko.serving.app",
+    "gecko.train", "matplotlib.pyplot", "rich.console", "rich.progress", "scipy.stats", "torch", "uvicorn",
 )  # fmt: skip
 """Modules that most commands import."""
 

@@ -21,9 +21,8 @@ from typer.testing import CliRunner
 import gecko
 from gecko.cli import app
 from gecko.data import load_tokenizer
-from gecko.io.checkpoints import model_folder
+from gecko.io.checkpoints import model_folder, shipped_folder, shipped_models
 from gecko.io.files import locked
-from gecko.io.shipped import shipped_folder, shipped_models
 from gecko.models import load_any
 
 # ---- A run stands for its newest undamaged checkpoint wherever a model folder is expected.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.corpora import BYTE_MODEL, as_lines, as_shards
 
-from gecko.cli.serve import _read_key
+from gecko.cli.generate import _read_key
 from gecko.data.chat import find_format
 from gecko.data.shards import Manifest
 from gecko.data.tokenize import TokenizingPlan, read_record

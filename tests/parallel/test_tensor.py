@@ -14,7 +14,7 @@ from support.cases import tokens
 from torch import Tensor
 
 import gecko
-from gecko.parallel.tensor import TensorParallel, sharded_model, sharded_state, sharded_weight
+from gecko.parallel.sharding import TensorParallel, sharded_model, sharded_state, sharded_weight
 
 
 class Ranks:

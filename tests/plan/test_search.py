@@ -10,9 +10,8 @@ import torch
 from plan.test_depth import GECKO, run_of
 
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan import GPU, GPUS, Assumptions, Plan, find_gpu, make_plan
+from gecko.plan import GPU, GPUS, Assumptions, Plan, _plans, find_gpu, find_plan, make_plan
 from gecko.plan.memory import RESERVE, inference_memory, serving, step_memory
-from gecko.plan.search import _plans, find_plan
 from gecko.recipes import get_recipe
 from gecko.train import Run
 

@@ -32,8 +32,8 @@ from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, load_tokenize
 from gecko.data.packing import CorpusShare
 from gecko.io import checkpoints
 from gecko.models import LanguageModel, build_model, meta_model
-from gecko.parallel.fsdp import empty_sharded_model, fill, whole
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
+from gecko.parallel.sharding import empty_sharded_model, fill, whole
 from gecko.train import Run, train
 from gecko.train.checkpoints.checkpointer import CachedPlanner, Checkpointer
 from gecko.train.data import Prefetcher, whole_corpus

@@ -22,7 +22,7 @@ from gecko.data.packing import ROW_LAYOUT
 from gecko.data.shards import ShardedRows, SplitShards
 from gecko.io.checkpoints import read_manifest
 from gecko.models.gecko import Gecko
-from gecko.pages.figures import chunk_borders
+from gecko.pages import chunk_borders
 from gecko.runtime.process import code_name, code_version
 from gecko.train import Run, SampleSettings, replayed, train
 from gecko.train import throughput as utilisation

@@ -12,15 +12,13 @@ from typing import Annotated
 
 import typer
 
-from gecko.cli.chat import Chat
 from gecko.cli.command import Command, function_of
 from gecko.cli.common import ErrorReportingGroup, echo
 from gecko.cli.convert import Average, Consolidate, Convert, Distill, Export, Quantize
 from gecko.cli.doctor import Doctor
 from gecko.cli.eval import Academic, Diagnose, Perplexity, Positions, Retrieval, Scrolls
-from gecko.cli.generate import Generate
+from gecko.cli.generate import Chat, Generate, Serve
 from gecko.cli.plan import Info, PlanTraining
-from gecko.cli.serve import Serve
 from gecko.cli.states import Diff, Read, Show
 from gecko.cli.tokenize import Tokenize
 from gecko.cli.train import Compare, Finetune, Report, Train

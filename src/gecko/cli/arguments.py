@@ -19,11 +19,10 @@ from gecko.data.readers import COMPRESSED_SUFFIXES, check_plain_text, read_piece
 from gecko.data.tokenizers import TOKENIZERS
 from gecko.inference import encode_stream
 from gecko.inference.prefill import inference
-from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, model_folder
+from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, model_folder, shipped_folder, shipped_models
 from gecko.io.files import found_at
 from gecko.io.model_folder import CONFIG
 from gecko.io.quantization import is_quantized
-from gecko.io.shipped import shipped_folder, shipped_models
 from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
 from gecko.models.gecko import Gecko
 from gecko.runtime.terminal import Terminal, visible

@@ -1,22 +1,30 @@
-"""``gecko generate``: continue a text."""
+"""``gecko generate``, ``chat`` and ``serve``: continue a text, talk in the terminal, and serve a model over HTTP."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shlex
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.command import WritesFile, WritesText
-from gecko.cli.common import STATE, echo, speed
+from gecko.cli.command import LoadsModel, WritesFile, WritesText
+from gecko.cli.common import STATE, echo, output_file, speed
 from gecko.records import argument, option
+from gecko.runtime.process import bound_freed_memory, require
 from gecko.runtime.terminal import visible
+from gecko.serving.options import Options, rows_in_memory
 
 if TYPE_CHECKING:
     from gecko.cli.arguments import InputText
+    from gecko.data.chat import ChatFormat
     from gecko.inference import TextStream
+    from gecko.inference.chat import Answer, Conversation
 
 
 class Generate(WritesText, WritesFile):
@@ -112,3 +120,213 @@ def _write(pieces: TextStream) -> None:
         sys.stdout.flush()
     if sys.stdout.isatty():
         echo()
+
+
+_HELP = """\
+/save FILE  save the conversation as a reading state
+/load FILE  continue a saved conversation
+/reset      forget the conversation
+/help       show these commands
+/quit       end, as Ctrl-D does; Ctrl-C ends an answer"""
+
+
+class Chat(WritesText):
+    """Talk with a model in the terminal.
+
+    Type a message and read the answer as it is generated. The whole conversation is a state of constant size: no turn
+    is read twice, and an answer takes the same time after an hour as at the beginning. `/help` lists what can be typed
+    besides messages. Ctrl-C ends an answer, Ctrl-D the program. From a pipe, each line is a message.
+
+    **Examples**
+
+        gecko chat runs/chat
+
+        gecko chat runs/chat --state book.state --system "Answer briefly."
+
+        echo "Who are you?" | gecko chat runs/chat --temperature 0
+    """
+
+    system: str | None = option(metavar="TEXT")
+    """System message, read before the first question."""
+    state: str | None = option(metavar="S", reads=True)
+    """Reading state of a text to talk about, written by `gecko read`."""
+    max_new_tokens: int = option(512, "--max-new-tokens", "-n", min=0)
+    temperature: float = 0.2
+    """Sampling temperature; 0 takes the most likely token. Above 0.3, learned answers are mixed up more often."""
+
+    def run(self) -> None:
+        self.build_kernels()
+        from gecko.cli.arguments import find_model
+        from gecko.data.chat import find_format
+        from gecko.inference.chat import Conversation
+        from gecko.inference.generate import as_seeds
+
+        sampling, before = self.sampling(), self.load_state()
+        model, tokenizer = self.load_for(before)
+        chat_format = find_format(tokenizer, find_model(self.model))
+        conversation = Conversation(model, tokenizer, chat_format, system=self.system, before=before)
+        _introduce(self.model, chat_format)
+        seeds = itertools.count(as_seeds(self.seed, 1)[0])
+        while (line := _read_line()) is not None:
+            if line.startswith("/"):
+                if not _obey(line, conversation, self.inputs):
+                    return
+            elif _is_message(line):
+                answer = conversation.ask(
+                    line.strip(), sampling=sampling, seed=next(seeds), max_new_tokens=self.max_new_tokens
+                )
+                _write_answer(answer)
+
+
+def _is_message(line: str) -> bool:
+    """Return whether a line holds a message; say so if it holds bytes that are not UTF-8."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        _say("error: a message must be UTF-8 text; this line is not. Save the messages as UTF-8.")
+        return False
+    return bool(line.strip())
+
+
+def _introduce(model: str, chat_format: ChatFormat) -> None:
+    _say(f"conversations are written by {chat_format.source}")
+    if not chat_format.tuned:
+        _say(
+            "this model has no chat template, so it was not tuned for chat: it continues the conversation as it would "
+            f"continue any text. To tune it on chats: gecko finetune {model} chats.jsonl --out tuned"
+        )
+    if sys.stdin.isatty():
+        _say(_HELP)
+
+
+def _say(text: str) -> None:
+    echo(text, err=True)
+
+
+def _read_line() -> str | None:
+    """Return the next message or command; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\r\n") if line else None
+    with contextlib.suppress(ImportError):  # missing in some builds of Python
+        import readline  # noqa: F401 (gives input() a history and editing keys)
+    while True:
+        try:
+            return input("\nyou> ")
+        except KeyboardInterrupt:
+            _say("\n(Ctrl-D or /quit ends)")
+        except EOFError:
+            _say("")
+            return None
+
+
+def _write_answer(answer: Answer) -> None:
+    """Stream an answer to standard output. Ctrl-C ends it; a second one forgets question and answer."""
+    from gecko.train.health import StopSignal
+
+    shown, show = False, visible if sys.stdout.isatty() else str
+    try:
+        with StopSignal() as stop:
+            for piece in answer:
+                # The format may put a space before an answer.
+                text = piece if shown else piece.lstrip()
+                shown = shown or bool(text)
+                sys.stdout.write(show(text))
+                sys.stdout.flush()
+                if stop.requested is not None:
+                    answer.stop()
+    except KeyboardInterrupt:
+        _say("\n(the question and its answer are forgotten)")
+        return
+    echo()
+    if stop.requested is not None:
+        _say("(stopped; the conversation continues after these words)")
+        if stop.requested == "SIGTERM":
+            raise typer.Exit
+    elif answer.cut:
+        _say(f"(stopped after {answer.num_tokens} tokens; --max-new-tokens allows more)")
+
+
+def _obey(line: str, conversation: Conversation, inputs: list[str]) -> bool:
+    """Run a command; return False if it ends the program. Errors are printed, and the conversation continues."""
+    name, _, rest = line.partition(" ")
+    try:
+        match name, rest.strip():
+            case "/quit", _:
+                return False
+            case (("/save" | "/load"), ""):
+                raise ValueError(f"{name} must name a file, for example {name} talk.state.")
+            case "/save", file:
+                path = output_file(file, STATE, inputs=inputs, option="/save")
+                conversation.save(path)
+                _say(f"saved to {path} ({path.stat().st_size:,} bytes)")
+            case "/load", file:
+                conversation.load(Path(file).expanduser())
+                assert conversation.state is not None
+                _say(f"continuing at position {conversation.state.position[0]:,}")
+            case "/reset", _:
+                conversation.reset()
+                _say("the conversation is forgotten")
+            case "/help", _:
+                _say(_HELP)
+            case _:
+                raise ValueError(
+                    f"a command must be one of /save, /load, /reset, /help and /quit; got {name}. A space before a "
+                    "message that begins with / sends it."
+                )
+    except (OSError, ValueError) as error:
+        _say(f"error: {error}")
+    return True
+
+
+class Serve(LoadsModel):
+    """Serve a model over OpenAI's API and a web page.
+
+    The routes are `/v1/completions`, `/v1/chat/completions`, `/v1/responses` (all with streaming), `/v1/states` and
+    `/v1/models`, the web page `/`, and `/health` and `/metrics` for operators. Ctrl-C and SIGTERM let
+    running requests finish.
+
+    **Examples**
+
+        gecko serve runs/demo
+
+        gecko serve runs/demo --states books --api-key-file key.txt --host 0.0.0.0
+
+        curl localhost:8000/v1/completions -d '{"prompt": "def "}' -H 'Content-Type: application/json'
+    """
+
+    port: int = option(8000, min=0, max=65535)
+    """Port; 0 takes a free one."""
+    rows: int | None = option(min=1, show_default="as many as 2 GiB hold, 4 to 64")
+    """Sequences that are generated in one batch."""
+    api_key_file: Path | None = option(metavar="F")
+    """File with the key that clients must send."""
+    options: Options
+
+    def run(self) -> None:
+        for module in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
+            require(module, "serve")
+        from gecko.cli.arguments import find_model
+        from gecko.serving.server import build_service, open_socket, serve
+
+        key, name = _read_key(self.api_key_file), self.options.name or Path(self.model).expanduser().resolve().name
+        bound_freed_memory()
+        model, tokenizer = self.load()
+        limits = replace(self.options.limits, rows=self.rows or rows_in_memory(model.empty_state().num_bytes))
+        options = replace(self.options, name=name, limits=limits, api_key=key)
+        service = build_service(model, tokenizer, find_model(self.model), options)
+        with open_socket(options.host, self.port) as listening:
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            echo(f"{name} is served at http://{host}:{listening.getsockname()[1]} (Ctrl-C ends)")
+            echo(f"conversations are written by {service.model.chat.source}")
+            serve(service, options, listening)
+        echo("ended")
+
+
+def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    key = file.read_text(encoding="utf-8", errors="replace").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"{file} must hold the key: one line of visible ASCII characters. Try: openssl rand -hex 32")
+    return key

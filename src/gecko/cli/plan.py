@@ -99,8 +99,7 @@ class PlanTraining(Command):
     """Print JSON instead of tables."""
 
     def run(self) -> None:
-        from gecko.plan import Assumptions, find_gpu, make_plan
-        from gecko.plan.search import find_plan
+        from gecko.plan import Assumptions, find_gpu, find_plan, make_plan
         from gecko.plan.verify import verify
         from gecko.recipes import apply_overrides, get_recipe
 
@@ -375,8 +374,8 @@ def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -
 
 def _find_config(model: str) -> ModelConfig:
     from gecko.cli.arguments import find_model, nearest_hint
+    from gecko.io.checkpoints import shipped_models
     from gecko.io.model_folder import CONFIG
-    from gecko.io.shipped import shipped_models
     from gecko.models import find_preset, load_config
 
     folder = Path(model).expanduser()

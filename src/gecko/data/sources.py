@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from gecko.data.readers import decode_text, format_of, read_file, text_field
 from gecko.data.shards import is_shard_folder
-from gecko.runtime.hub import cached_data_sets_without_network
-from gecko.runtime.process import require
+from gecko.runtime.process import cached_data_sets_without_network, require
 
 STDLIB = "stdlib"
 """Name of the source that reads the ``.py`` files of the Python standard library."""

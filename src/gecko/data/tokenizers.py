@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from gecko.data.byte_files import holds_byte_tokenizer
 from gecko.io.files import read_object, whole_file
-from gecko.runtime.hub import is_reachable
-from gecko.runtime.process import require
+from gecko.runtime.process import is_reachable, require
 
 TokenIds = NDArray[np.int64]
 

@@ -23,8 +23,7 @@ from gecko.data import document_ids
 from gecko.eval.results import Results, Score, bootstrap_mean, wilson
 from gecko.eval.scored_model import ScoredModel
 from gecko.records import unknown_name
-from gecko.runtime.hub import cached_data_sets_without_network
-from gecko.runtime.process import require
+from gecko.runtime.process import cached_data_sets_without_network, require
 
 _BLOCK = 1 << 16
 """Tokens per block in which texts are given to the model."""

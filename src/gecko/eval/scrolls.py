@@ -25,8 +25,7 @@ from gecko.data.readers import read_records
 from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
 from gecko.eval.scored_model import ScoredModel
 from gecko.records import unknown_name
-from gecko.runtime.hub import cached_data_sets_without_network
-from gecko.runtime.process import require
+from gecko.runtime.process import cached_data_sets_without_network, require
 
 HUB = "zip://{task}/{split}.jsonl::https://huggingface.co/datasets/{name}/resolve/main/{task}.zip"
 """Address of SCROLLS on the hub: one archive per task with a folder of JSON Lines."""

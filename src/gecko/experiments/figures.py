@@ -9,12 +9,12 @@ from typing import Any
 
 from gecko.experiments.rows import HELD_OUT, TRAINING_LOSS, token_count
 from gecko.experiments.table import PERCENT, Model, Row, by_model, estimate, grouped
-from gecko.pages import Picture
-from gecko.pages.figures import (
+from gecko.pages import (
     DARK,
     LIGHT,
     MIDDLE,
     LineStyle,
+    Picture,
     chunk_borders,
     fit,
     label_line_ends,

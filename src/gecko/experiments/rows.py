@@ -15,7 +15,7 @@ from gecko.experiments.inputs import RECIPE, EvaluationFile, Inputs, RunFolder
 from gecko.experiments.table import Model, Row, by_model, grouped
 from gecko.io.files import read_object
 from gecko.models import parse_config
-from gecko.pages.figures import LineStyle
+from gecko.pages import LineStyle
 from gecko.train.metrics import METRICS, seconds_by_step
 from gecko.train.run import has_role
 from gecko.train.settings import Role, current_fields, flatten

@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from gecko.eval.results import Interval, over_seeds, readable
-from gecko.pages import Cell, Table
-from gecko.pages.figures import LineStyle
+from gecko.pages import Cell, LineStyle, Table
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from gecko.hf.configuration import GeckoConfig
-from gecko.io.checkpoints import CHECKPOINTS, model_folder
+from gecko.io.checkpoints import CHECKPOINTS, model_folder, shipped_folder
 from gecko.io.files import write_text
 from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, write_folder
 from gecko.io.quantization import is_quantized
-from gecko.io.shipped import shipped_folder
 from gecko.io.tensors import check_finite
 from gecko.models.gecko import Gecko
 

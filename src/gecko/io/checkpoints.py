@@ -1,4 +1,8 @@
-"""Folders of training runs: their checkpoints, the check of a checkpoint's files, and the newest sound one."""
+"""Folders of models: runs and their newest sound checkpoint, and trained models that are installed with the package.
+
+A shipped model is a model folder inside the package, ``gecko/shipped/NAME``, with a model card (``README.md``) and the
+recipe that trained it. Everything that takes a model folder also takes its name: ``gecko.load("books")``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from pathlib import Path
 
 from gecko.io.files import Record, inner_name, parse_object
 from gecko.io.model_folder import WEIGHTS, check_one_model, weight_files
-from gecko.io.shipped import shipped_folder
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -131,3 +134,23 @@ _REMEDY = "Use an older checkpoint, or copy this one again."
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
+_FILES = ("config.json", "model.safetensors", "recipe.json", "sessions.jsonl", "checkpoints")
+"""Files by which a folder is known as a model or a run, even if others are missing."""
+
+
+def shipped_models() -> list[str]:
+    """Return the names of the models that are installed with the package."""
+    return sorted(entry.name for entry in SHIPPED.glob("*") if (entry / "config.json").is_file())
+
+
+def shipped_folder(name: str | Path) -> Path | None:
+    """Return the folder of the shipped model ``name``; None if there is none, or if a model or run here has this name.
+
+    Another file or folder of this name, such as one with texts, does not hide the shipped model.
+    """
+    if str(name) not in shipped_models() or any((Path(name) / file).exists() for file in _FILES):
+        return None
+    return SHIPPED / name

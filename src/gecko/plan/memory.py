@@ -15,8 +15,8 @@ from torch import nn
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.counts import FLOAT, HALF, counts_of
-from gecko.plan.dry_run.depth import block_memory, step_peak
-from gecko.plan.dry_run.device import CARRIED, COMMUNICATION, GRADIENTS, KEPT, LOSS, OPTIMIZER, OTHER, PARAMETERS, WORK
+from gecko.plan.device import CARRIED, COMMUNICATION, GRADIENTS, KEPT, LOSS, OPTIMIZER, OTHER, PARAMETERS, WORK
+from gecko.plan.dry_run import block_memory, step_peak
 from gecko.train.optimizer import block_matrix_names, matrix_names
 from gecko.train.run import Run
 

@@ -17,10 +17,8 @@ from gecko.config import GeckoConfig
 from gecko.models import ModelConfig, build_model
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import Plan
-from gecko.plan.dry_run.depth import check_kernels
-from gecko.plan.dry_run.device import Peak
-from gecko.plan.dry_run.rank import dry_step
-from gecko.plan.dry_run.trace import Agreement, check_traces
+from gecko.plan.device import Agreement, Peak, check_traces
+from gecko.plan.dry_run import check_kernels, dry_step
 from gecko.train import Run
 from gecko.train.model import compile_block
 
@@ -79,8 +77,8 @@ def verify(plan: Plan) -> Verification:
     check_kernels()
     begin, run = time.perf_counter(), plan.run
     steps = {rank: dry_step(run, plan.sizes, rank) for rank in representatives(plan.sizes)}
-    agreement = check_traces({rank: step.trace for rank, step in steps.items()})
-    peak = max((step.peak for step in steps.values()), key=lambda peak: peak.total)
+    agreement = check_traces({rank: trace for rank, (_, trace) in steps.items()})
+    peak = max((memory.peak() for memory, _ in steps.values()), key=lambda peak: peak.total)
     depths = {min(FEWEST_LAYERS, run.model.num_layers), run.model.num_layers} if run.compile else set()
     graphs = {depth: graph_count(run, depth) for depth in sorted(depths)}
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -17,8 +17,8 @@ from gecko.data.text_stream import token_bytes
 from gecko.inference import NewToken, stream
 from gecko.inference.llama import LlamaStream, prefill_llama
 from gecko.models import LanguageModel, Llama
-from gecko.parallel.fsdp import release
 from gecko.parallel.mesh import ALONE, Ranks
+from gecko.parallel.sharding import release
 from gecko.train.model import without_float8
 from gecko.train.run import Precision, Run, is_half
 from gecko.train.step import autocast

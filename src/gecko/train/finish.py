@@ -16,8 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gecko.io.files import Record, write_text
 from gecko.models import LanguageModel, LlamaConfig, load_any
-from gecko.pages import Listing, Picture, Section, pairs, settings_tables, write_page
-from gecko.pages.figures import DARK, LIGHT, MIDDLE, border_stride, chunk_borders, fit, new_figure
+from gecko.pages import (
+    DARK,
+    LIGHT,
+    MIDDLE,
+    Listing,
+    Picture,
+    Section,
+    border_stride,
+    chunk_borders,
+    fit,
+    new_figure,
+    pairs,
+    settings_tables,
+    write_page,
+)
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version, require
 from gecko.train.checkpoints.content import write_model

@@ -31,8 +31,8 @@ from gecko.io.quantization import is_quantized
 from gecko.io.tensors import reading
 from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
-from gecko.parallel.fsdp import empty_sharded_model, fill
 from gecko.parallel.mesh import Ranks
+from gecko.parallel.sharding import empty_sharded_model, fill
 from gecko.runtime.process import require, without_log_warnings
 from gecko.train.optimizer import named_parameters
 from gecko.train.run import Precision, Run, is_half

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gecko.layers.norms import BlockRMSNorm
 from gecko.ops.backends.dispatch import on_gpu
-from gecko.parallel.fsdp import whole
+from gecko.parallel.sharding import whole
 from gecko.train.settings import OptimizerSettings
 
 _FACTOR = "rate_factor"

@@ -23,8 +23,8 @@ from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel
 from gecko.models.gecko import Gecko
 from gecko.parallel.context import SharedRows
-from gecko.parallel.fsdp import sum_over_replicas, whole
 from gecko.parallel.mesh import ALONE, Ranks
+from gecko.parallel.sharding import sum_over_replicas, whole
 from gecko.runtime.tensors import HostCopy, to_device
 from gecko.state import GeckoState
 from gecko.train.optimizer import set_learning_rate, step_unless

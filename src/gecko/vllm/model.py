@@ -26,7 +26,7 @@ from gecko.io.quantization import is_quantized, pack, quantize, stored_bits, unp
 from gecko.io.tensors import fitted
 from gecko.layers.linear import project
 from gecko.models.gecko import Gecko
-from gecko.parallel.tensor import TensorParallel, sharded_model, sharded_state, sharded_weight
+from gecko.parallel.sharding import TensorParallel, sharded_model, sharded_state, sharded_weight
 from gecko.runtime.tensors import meta_device
 from gecko.state import GeckoState
 from gecko.vllm.pages import StatePages, StepMetadata

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.model_executor.models.config import MambaModelConfig
 
-from gecko.parallel.tensor import check_divisible
+from gecko.parallel.sharding import check_divisible
 
 CLASSIFIER = "GeckoForSequenceClassification"
 

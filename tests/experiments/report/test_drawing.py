@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gecko.experiments.figures import loss_figure
 from gecko.experiments.table import Model, Row
-from gecko.pages.figures import LineStyle, label_line_ends, new_figure, spread_apart, svg
+from gecko.pages import LineStyle, label_line_ends, new_figure, spread_apart, svg
 
 INTERVALS = st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.07, 0.14])), min_size=1, max_size=14)
 

@@ -22,7 +22,7 @@ from gecko.experiments.rows import (
     rows_of_run,
 )
 from gecko.experiments.table import Model, Row, counts, estimate
-from gecko.pages.figures import LineStyle
+from gecko.pages import LineStyle
 from gecko.train.metrics import Record
 
 Copy = Callable[[str, int], Path]

@@ -20,7 +20,7 @@ from gecko.inference.packed_weights import PackedWeights
 from gecko.models import meta_model
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch
-from gecko.plan.dry_run.device import DEVICE, FakeGPU
+from gecko.plan.device import DEVICE, FakeGPU
 from gecko.runtime.private import fake_tensors
 from gecko.state import GeckoState
 from gecko.train.model import use_float8

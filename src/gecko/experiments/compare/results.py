@@ -25,9 +25,8 @@ from gecko.experiments.inputs import COMPARISON, COMPARISON_FORMAT
 from gecko.experiments.rows import HELD_OUT, data_words
 from gecko.experiments.table import Model, Row, grouped, methods
 from gecko.io.files import parse_json, whole_file
-from gecko.pages import Cell, Listing, Section, Table, is_page, pairs, settings_tables
+from gecko.pages import Cell, LineStyle, Listing, Section, Table, is_page, pairs, settings_tables
 from gecko.pages import write_page as write_html
-from gecko.pages.figures import LineStyle
 from gecko.runtime.process import code_name, code_version
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import METRICS, read_metrics, seconds_by_step

@@ -1,0 +1,292 @@
+"""Dry run: one step of a run's real training code for one rank, on a GPU that computes nothing (``gecko.plan.device``).
+
+The memory of a step of many blocks and rows follows from dry runs of a few. All blocks are alike. A model of one more
+block changes the bytes in use at each moment of a step by the same number: in the forward pass, in the loss, in the
+backward pass of the first and the last blocks, and in the update. The bytes in the backward pass of the blocks between
+these lie on a line, so the most are at one of its ends. ``tests/plan/test_depth.py`` compares with whole models: the
+bytes are equal. Rows differ by their documents alone, so one more row changes the bytes by nearly the same number.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from gecko.data import IGNORED, Batch
+from gecko.models import LanguageModel, ModelConfig, meta_model
+from gecko.ops.backends.dispatch import triton_kernels_installed
+from gecko.parallel.context import ContextGroup
+from gecko.parallel.mesh import MeshSizes, Ranks
+from gecko.parallel.sharding import empty_sharded_model, whole
+from gecko.plan.device import (
+    CARRIED,
+    DEVICE,
+    GRADIENTS,
+    KEPT,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    WORK,
+    FakeGPU,
+    MemoryLedger,
+    Peak,
+    Trace,
+)
+from gecko.runtime.private import backward_pass, fake_store, forget_meshes
+from gecko.train import Run, ScheduleSettings
+from gecko.train.model import configured
+from gecko.train.optimizer import build_optimizer
+from gecko.train.step import CarriedState, SpikeRule, carried_state, split_batch, start_step
+
+T = TypeVar("T")
+
+MEAN_DOCUMENT = 1024
+"""Tokens of a document, on average."""
+FORWARD, LOSS_MOMENT, UPDATE = "the forward pass", "the loss", "the optimizer"
+
+
+def backward_of(block: int) -> str:
+    """Return the name of the moment in which a block is differentiated."""
+    return f"the backward pass of block {block}"
+
+
+def dry_step(run: Run, sizes: MeshSizes, rank: int) -> tuple[MemoryLedger, Trace]:
+    """Run one step of ``run`` as ``rank`` of a mesh of ``sizes``, on a fake device and without communication.
+
+    Return what it did with memory, and its collectives. Blocks are not compiled, and float8 is taken for bfloat16. Rows
+    hold random documents, other ones for each data rank.
+    """
+    run = replace(run, compile=False, precision="float32" if run.precision == "float32" else "bfloat16")
+    ledger, trace = MemoryLedger(), Trace()
+    batch = random_batch(run, sizes, rank)
+    with connected(sizes, rank, trace) as ranks, FakeGPU(ledger.see, trace.see).running(), ledger.recording():
+        _step(run, ranks, batch, ledger, trace)
+    return ledger, trace
+
+
+def random_batch(run: Run, sizes: MeshSizes, rank: int) -> Batch:
+    """Return the rows of a rank, whole: random tokens, and documents that start at random places."""
+    shape = run.rows_per_rank(sizes.data_ranks), run.sequence_length
+    generator = torch.Generator().manual_seed(rank // sizes.context)
+    tokens = torch.randint(run.model.vocab_size, shape, generator=generator, device="cpu")
+    starts = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < 1 / MEAN_DOCUMENT
+    ids = starts.long().cumsum(1)
+    ends = torch.cat([ids[:, 1:] != ids[:, :-1], torch.ones(shape[0], 1, dtype=torch.bool, device="cpu")], dim=1)
+    return Batch(tokens, tokens.roll(-1, 1).masked_fill(ends, IGNORED), ids)
+
+
+@dataclass(frozen=True)
+class _DryRanks(Ranks):
+    """A rank of a job whose other ranks do the same."""
+
+    trace: Trace = field(default_factory=Trace)
+
+    @cached_property
+    def sharding_mesh(self) -> DeviceMesh:
+        return super().sharding_mesh
+
+    def broadcast(self, value: T) -> T:
+        self.trace.add("broadcast_object", range(self.world))
+        return value
+
+
+@contextmanager
+def connected(sizes: MeshSizes, rank: int, trace: Trace) -> Iterator[Ranks]:
+    """Context in which this process is ``rank``; its process groups do not communicate."""
+    world = sizes.data_ranks * sizes.context
+    if world == 1:
+        yield Ranks()
+        return
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
+    try:
+        shape, names = (sizes.replicate, sizes.shard, sizes.context), ("replicate", "shard", "context")
+        mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
+        context = ContextGroup(mesh["context"].get_group()) if sizes.context > 1 else None
+        ranks = _DryRanks(rank, sizes, mesh, context, trace=trace)
+        with warnings.catch_warnings(action="ignore"):  # the groups have no time limits
+            assert ranks.sharding_mesh is not None  # made here, on the host
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Trace) -> None:
+    model = configured(meta_model(run.model), run)
+    if ranks.world > 1:
+        model = empty_sharded_model(model, ranks.sharding_mesh, DEVICE, bfloat16=run.precision == "bfloat16")
+    else:
+        model = model.to_empty(device=DEVICE)
+        model.tie()
+    ledger.mark(_local(model.parameters()), PARAMETERS)
+    optimizer = build_optimizer(model, run.optimizer)
+    ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), OPTIMIZER)
+    carried = carried_state(run, model, ranks)
+    _prepare(model, optimizer)
+    _watch_parts(model, optimizer, ledger)
+    rule = SpikeRule(run.skip, device=DEVICE)
+    _mark_carried(carried, ledger)
+    ledger.use, ledger.moment = WORK, FORWARD
+    ledger.restart()
+    trace.restart()
+    start_step(
+        model, optimizer, split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks),
+        learning_rate=run.optimizer.learning_rate, clip=run.optimizer.clip, precision=run.precision, rule=rule,
+        ranks=ranks, carried=carried,
+    )  # fmt: skip
+    ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
+    if carried is not None:
+        carried.advance()
+        _mark_carried(carried, ledger)
+
+
+def _mark_carried(carried: CarriedState | None, ledger: MemoryLedger) -> None:
+    if carried is not None:
+        ledger.mark((x for state in carried.before for x in state.tensors().values()), CARRIED)
+
+
+def _prepare(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
+    """Clip and update without gradients: at its first call, DTensor finds shapes by operations on whole parameters."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def _local(tensors: Iterable[Any]) -> list[Any]:
+    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+
+
+def _watch_parts(model: LanguageModel, optimizer: torch.optim.Optimizer, ledger: MemoryLedger) -> None:
+    """Tell the ledger which part of the step runs."""
+    last = len(model.blocks) - 1
+
+    def enter(moment: str, use: str) -> None:
+        ledger.moment, ledger.use = moment, use
+
+    def start(*_: Any) -> None:
+        if backward_pass() < 0:  # else the block is computed again
+            enter(FORWARD, WORK)
+
+    def differentiate(number: int, _: Any) -> None:
+        if number == last:
+            ledger.relabel(WORK, KEPT)
+        enter(backward_of(number), WORK)
+
+    def end(number: int, _: Any, __: Any, output: Any) -> None:
+        if backward_pass() < 0:
+            x = output[0] if isinstance(output, tuple) else output
+            x.register_hook(partial(differentiate, number))
+            if number == last:
+                enter(LOSS_MOMENT, LOSS)
+
+    model.blocks[0].register_forward_pre_hook(start)
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(partial(end, number))
+    optimizer.register_step_pre_hook(lambda *_: enter(UPDATE, OTHER))
+
+
+DEPTHS = SHALLOW, DEEP = 3, 4
+"""The fewest blocks of which two at each end, which may be the same, are unlike those between."""
+ROWS = FEW, MORE = 2, 4
+PARTS = 2
+"""Accumulated parts that are run of more."""
+
+
+def check_kernels() -> None:
+    """Raise ImportError if Triton is missing; without it operators choose what they do not choose on a GPU."""
+    if not triton_kernels_installed():
+        raise ImportError("a dry run takes the operators of a GPU, which need Triton: pip install 'gecko-lm[kernels]'")
+
+
+def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
+    """Return the peak of ``dry_step(run, sizes, rank)`` from steps of at most four blocks and rows.
+
+    Raise ImportError if Triton is missing.
+    """
+    check_kernels()
+    run = replace(run, schedule=ScheduleSettings())  # batches of its final size
+    if (parts := run.gradient_accumulation_steps) > PARTS and not run.data.carry_state:
+        # What the second part finds, every later one does.
+        run = replace(run, batch_size=run.batch_size // parts * PARTS, gradient_accumulation_steps=PARTS)
+    return max(_peaks(run, sizes, rank).values(), key=lambda peak: peak.total)
+
+
+def _peaks(run: Run, sizes: MeshSizes, rank: int) -> dict[str, Peak]:
+    """Return the memory at its peak in each moment of a rank's step (forward pass, loss, backward pass of each block,
+    optimizer). Many rows and many blocks are extended from few."""
+    parts = sizes.data_ranks * run.gradient_accumulation_steps
+    if (rows := run.batch_size // parts) > MORE:
+        few, more = (_peaks(replace(run, batch_size=parts * number), sizes, rank) for number in ROWS)
+        return {moment: _on_line(few[moment], more[moment], (rows - MORE) / (MORE - FEW), moment) for moment in more}
+    if (layers := run.model.num_layers) > DEEP:
+        shallow, deep = (_peaks(replace(run, model=replace(run.model, num_layers=n)), sizes, rank) for n in DEPTHS)
+        ends = (0, 1, layers - 2, layers - 1)
+        names = {name: (name, name) for name in (FORWARD, LOSS_MOMENT, UPDATE)} | {
+            backward_of(block): tuple(backward_of(block if block < 2 else block - layers + depth) for depth in DEPTHS)
+            for block in ends
+        }
+        return {
+            whole: _on_line(shallow[before], deep[after], layers - DEEP, whole)
+            for whole, (before, after) in names.items()
+        }
+    memory, _ = dry_step(run, sizes, rank)
+    moments = FORWARD, LOSS_MOMENT, UPDATE, *map(backward_of, range(layers))
+    return {moment: memory.peak(moment) for moment in moments}
+
+
+def _on_line(before: Peak, after: Peak, steps: float, moment: str) -> Peak:
+    """Return the peak that lies ``steps`` times further than ``after`` on the line from ``before`` to it."""
+
+    def line(first: int, second: int) -> int:
+        return second + round(steps * (second - first))
+
+    uses = {use: line(before.uses.get(use, 0), after.uses.get(use, 0)) for use in {**before.uses, **after.uses}}
+    return Peak(line(before.total, after.total), uses, moment)
+
+
+class BlockMemory(NamedTuple):
+    """Bytes of one block, besides its weights."""
+
+    kept: int
+    """Bytes that it keeps for backward."""
+    work: int
+    """The most bytes that are in use while it reads."""
+
+
+@lru_cache(maxsize=4)
+def block_memory(config: ModelConfig, dtype: torch.dtype, tokens: int) -> BlockMemory:
+    """Measure a block of that dtype that reads a row of ``tokens`` tokens.
+
+    Operators are those of a GPU where Triton is installed, and PyTorch's elsewhere.
+    """
+    one, two = (_read(config, depth, dtype, tokens, training=True) for depth in (1, 2))
+    return BlockMemory(two.kept - one.kept, _read(config, 1, dtype, tokens, training=False).work)
+
+
+def _read(config: ModelConfig, depth: int, dtype: torch.dtype, tokens: int, *, training: bool) -> BlockMemory:
+    """Return the memory of a model of ``depth`` blocks that reads a row, and keeps its hidden states."""
+    ledger = MemoryLedger()
+    with FakeGPU(ledger.see).running(), torch.set_grad_enabled(training):
+        model = meta_model(replace(config, num_layers=depth)).to(dtype).to_empty(device=DEVICE)
+        model.sharded = True  # else states name the model by the numbers of its weights
+        weights = ledger.in_use
+        ledger.restart()
+        hidden = model.hidden(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
+        kept = ledger.in_use - weights
+        del hidden
+        return BlockMemory(kept, ledger.peak().total - weights)
