@@ -22,7 +22,7 @@ from gecko.runtime import tensors
 from gecko.train import Run
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
-from gecko.train.step import BatchPart, Precision, compute_gradients, start_step
+from gecko.train.step import BatchPart, Precision, Step, compute_gradients
 from gecko.train.throughput import flops_per_token
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
@@ -131,8 +131,7 @@ class Steps:
 
     def __call__(self) -> None:
         """Make a whole step."""
-        given = self.model, self.optimizer, [self.part]
-        start_step(*given, learning_rate=1e-4, clip=1.0, precision=self.precision).wait()
+        Step(self.model, self.optimizer, 1.0, self.precision).start([self.part], 1e-4).wait()
 
     def again(self) -> Steps:
         """Return the steps with a new optimizer, of the parameters that the model has now."""

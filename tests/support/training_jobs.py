@@ -39,7 +39,7 @@ from gecko.train.checkpoints.checkpointer import CachedPlanner, Checkpointer
 from gecko.train.data import Prefetcher, whole_corpus
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import compute_gradients, split_batch, start_step
+from gecko.train.step import Step, compute_gradients, split_batch
 from gecko.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -175,12 +175,11 @@ def steps_of_replicas_that_round(runs: list[Run]) -> list[dict[str, Any]]:
 
 def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
     model = model_of(run, ranks, dtype=torch.float64)
-    optimizer = build_optimizer(model, run.optimizer)
+    training_step = Step(model, build_optimizer(model, run.optimizer), 1.0, run.precision, ranks=ranks)
     curve = []
     for step in range(steps):
         parts = split_batch(mine(random_batch(run, step), ranks), run.gradient_accumulation_steps, CPU, ranks)
-        given = {"learning_rate": 1e-2, "clip": 1.0, "precision": run.precision, "ranks": ranks}
-        result = start_step(model, optimizer, parts, **given).wait()
+        result = training_step.start(parts, 1e-2).wait()
         curve.append((result.loss, result.grad_norm))
     return {"curve": curve, "parameters": {n: whole(p).detach().numpy() for n, p in model.named_parameters()}}
 
@@ -253,12 +252,11 @@ def bytes_in_cycles(run: Run) -> int:
     """Return the bytes of tensors that steps leave in reference cycles, which are collected every 50 steps only."""
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)
-        optimizer = build_optimizer(model, run.optimizer)
+        training_step = Step(model, build_optimizer(model, run.optimizer), 1.0, run.precision, ranks=ranks)
 
         def step() -> None:
             parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
-            given = {"learning_rate": 1e-2, "clip": 1.0, "precision": run.precision, "ranks": ranks}
-            start_step(model, optimizer, parts, **given).wait()
+            training_step.start(parts, 1e-2).wait()
 
         step()  # what is made once is not counted
         gc.collect()

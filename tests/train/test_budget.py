@@ -32,6 +32,7 @@ from gecko.train.budget import Costs, most_steps
 from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.content import read_trainer_state
 from gecko.train.evaluate import HeldOut
+from gecko.train.step import Step
 from gecko.train.trainer import Trainer
 
 ONE_LAYER = replace(BYTE_MODEL, num_layers=1)
@@ -218,13 +219,13 @@ def test_what_does_not_fit_is_estimated_from_one_row_and_told(
 ) -> None:
     """Steps may take minutes: if one step is already too long, none is measured."""
     rows: list[int] = []
-    step = budget.start_step
 
-    def recorded(model: Any, optimizer: Any, parts: Any, **more: Any) -> Any:
-        rows.append(sum(len(part.tokens) for part in parts))
-        return step(model, optimizer, parts, **more)
+    class Recorded(Step):
+        def start(self, parts: Any, learning_rate: float) -> Any:
+            rows.append(sum(len(part.tokens) for part in parts))
+            return super().start(parts, learning_rate)
 
-    monkeypatch.setattr(budget, "start_step", recorded)
+    monkeypatch.setattr(budget, "Step", Recorded)
     assert train(replace(run_in("short"), steps=None, minutes=0.001), now=quick()).step == 1
     assert rows == [1, 1]
     assert "minutes=0.001 is too short for this run: a single step" in capsys.readouterr().out

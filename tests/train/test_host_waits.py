@@ -22,7 +22,7 @@ from gecko.train import DataSettings, OptimizerSettings, Run, SkipSettings
 from gecko.train import step as steps
 from gecko.train.data import AHEAD, Prefetcher
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import CarriedState, SpikeRule, StepResult, Verdict, split_batch, start_step
+from gecko.train.step import CarriedState, SpikeRule, Step, StepResult, Verdict, split_batch
 
 
 class Watched(TorchDispatchMode):
@@ -60,17 +60,14 @@ def started(run: Run, model: Gecko, device: torch.device, count: int = 4) -> lis
     optimizer = build_optimizer(model, run.optimizer)
     rule = SpikeRule(SkipSettings(window=4), device=device)
     carried = CarriedState(run, model, Ranks()) if run.data.carry_state else None
+    step = Step(model, optimizer, 1.0, "float32", rule, carried=carried)
     found = []
     for batch in batches(run, count):
         parts = split_batch(batch, run.gradient_accumulation_steps, device)
-        found.append(
-            start_step(
-                model, optimizer, parts, learning_rate=1e-2, clip=1.0, precision="float32", rule=rule, carried=carried
-            )
-        )
+        found.append(step.start(parts, 1e-2))
         if carried is not None:
             carried.advance()
-    return [step.wait() for step in found]
+    return [one.wait() for one in found]
 
 
 def tiny_run(**changes: object) -> Run:
@@ -133,12 +130,12 @@ def test_after_a_skipped_step_nothing_changes_until_the_host_knows(name: str) ->
     torch.manual_seed(0)
     model = Gecko(run.model)
     optimizer, rule = build_optimizer(model, run.optimizer), SpikeRule(SkipSettings())
+    step = Step(model, optimizer, 1.0, "float32", rule)
     first, second = batches(run, 2)
 
     def one_step(batch: Batch, factor: float) -> Verdict:
         hook = model.final_norm.register_forward_hook(lambda m, i, out: (out[0] * factor, *out[1:]))
-        given = {"learning_rate": 1e-2, "clip": 1.0, "precision": "float32", "rule": rule}
-        found = start_step(model, optimizer, split_batch(batch, 2, torch.device("cpu")), **given).wait()
+        found = step.start(split_batch(batch, 2, torch.device("cpu")), 1e-2).wait()
         hook.remove()
         return found.verdict
 

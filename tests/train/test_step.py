@@ -24,7 +24,7 @@ from gecko.train import Run, ScheduleSettings, train
 from gecko.train.data import batch_of_step, load_data
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
-from gecko.train.step import compute_gradients, learning_rate_factor, split_batch, start_step
+from gecko.train.step import Step, compute_gradients, learning_rate_factor, split_batch
 
 # ---- One optimizer step: gradient accumulation, clipping, precision.
 
@@ -70,8 +70,8 @@ def test_a_batch_without_targets_is_refused() -> None:
 
 def step_of(model: Gecko, **changes: Any) -> Any:
     optimizer = build_optimizer(model, OptimizerSettings())
-    arguments = {"learning_rate": 1e-3, "clip": 1.0, "precision": "float32", **changes}
-    return start_step(model, optimizer, split_batch(random_batch(1), 1, CPU), **arguments).wait()
+    step = Step(model, optimizer, **{"clip": 1.0, "precision": "float32", **changes})
+    return step.start(split_batch(random_batch(1), 1, CPU), 1e-3).wait()
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:

@@ -150,12 +150,8 @@ class SourcePart:
         return read_file(Path(self.name), self.field) if self.kind == "file" else _read_stdlib(Path(self.name))
 
 
-@dataclass(frozen=True)
-class Source:
-    """Parts of one source, without the files of earlier sources."""
-
-    spec: str
-    parts: tuple[SourcePart, ...]
+Source = tuple[str, tuple[SourcePart, ...]]
+"""Name of a source, and its parts without the files of earlier sources."""
 
 
 def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> list[Source]:
@@ -167,8 +163,7 @@ def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str =
     if not specs or not all(specs):
         raise ValueError(f"a source of documents must be named, such as a folder or {STDLIB!r}; got {source!r}.")
     seen: set[Path] = set()
-    found = [Source(spec, _find_parts(spec, field, seen)) for spec in specs]
-    return [source for source in found if source.parts]
+    return [(spec, parts) for spec in specs if (parts := _find_parts(spec, field, seen))]
 
 
 def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[SourcePart, ...]:
@@ -215,15 +210,15 @@ def dataset_pieces(part: SourcePart) -> tuple[SourcePart, ...]:
 
 
 def _checked(sources: list[Source]) -> Iterator[str]:
-    for source in sources:
+    for spec, parts in sources:
         empty = True
-        for part in source.parts:
+        for part in parts:
             for text in part.read():
                 if text:
                     empty = False
                     yield text
         if empty:
-            raise empty_source(source.spec)
+            raise empty_source(spec)
 
 
 def empty_source(spec: str) -> ValueError:
@@ -295,7 +290,7 @@ def check_disjoint(mixture: Iterable[str]) -> None:
 def _things(source: str) -> set[str]:
     if is_shard_folder(source):
         return {str(Path(source).expanduser().resolve())}
-    parts = [part for found in find_sources(source) for part in found.parts]
+    parts = [part for _, found in find_sources(source) for part in found]
     if source.startswith(HUGGING_FACE):
         return {f"{part.name} ({part.config}, {part.split})" for part in parts}
     return {str(Path(part.name).resolve()) for part in parts}

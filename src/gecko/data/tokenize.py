@@ -63,9 +63,11 @@ class TokenizingPlan:
         """Find the corpus and divide it into tasks. Raise FileNotFoundError or ValueError if a source has no files, or
         the folder is inside a source."""
         _check_outside(folder, sources)
-        found = find_sources(sources, field=field)
         parts = [
-            (s.spec, part) for s in found for whole in s.parts for part in dataset_pieces(_with_absolute_path(whole))
+            (spec, part)
+            for spec, wholes in find_sources(sources, field=field)
+            for whole in wholes
+            for part in dataset_pieces(_with_absolute_path(whole))
         ]
         tasks = tuple(
             Task(f"{number:05d}", group[0][0], tuple(part for _, part in group))

@@ -62,14 +62,6 @@ class StoredConfig(Protocol):
 C = TypeVar("C", bound=StoredConfig)
 
 
-class MetaModel(Protocol):
-    """Model on the device ``meta``, to be filled with weights."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any: ...
-
-    def tie(self) -> None: ...
-
-
 class Layout(NamedTuple):
     """Contents of the model folders of one architecture."""
 
@@ -253,8 +245,8 @@ def _manifest_files(folder: Path) -> Collection[str]:
     return files if isinstance(files, dict) else ()
 
 
-def fill(model: MetaModel, weights: Mapping[str, Tensor]) -> None:
-    """Fill a model on the device ``meta`` with copies of ``weights``, so that memory never holds two models.
+def fill(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Fill a model of ``gecko.models`` on ``meta`` with copies of ``weights``, so that memory never holds two models.
 
     The tensors of ``load_tensors`` are memory-mapped: without the copy, a later write to the file would change them.
     """

@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from gecko.inference.pieces import piece_length, pieces
 from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
-from gecko.parallel.p2p import Contexts, P2PGroup, Transfer
+from gecko.parallel.p2p import Contexts, P2PGroup
 from gecko.runtime.tensors import to_device
-from gecko.segments import Clock, Pending, Segments
+from gecko.segments import Arriving, Clock, Pending, Segments
 from gecko.state import GeckoState
 
 _FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
@@ -214,10 +214,6 @@ class ContextGroup:
         found = iter([*clock, *rest])
         return state.map(lambda _: next(found))
 
-    def of_rows(self, segment_ids: Tensor) -> SharedRows:
-        """Return the context of calls on rows whose ``segment_ids``, (B, ranks × T) on the CPU, every rank knows."""
-        return SharedRows(self, segment_ids)
-
     def from_last(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the last rank's tensors on every rank. Shapes and dtypes agree on all ranks; all are on one device."""
         # Copy: a tensor of one element is contiguous at any stride, but a view as bytes needs stride 1.
@@ -284,20 +280,14 @@ class _RankExchange:
     def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
         nearest, all_later = [1], range(1, self.line.size)
         distances = [*([nearest] * len(to_next)), *([all_later] * len(to_later))]
-        return _PendingFirst(self.line.send([*to_next, *to_later], distances), len(to_next))
+
+        def received(arrived: list[Tensor]) -> list[Tensor]:
+            return [*(x[0] for x in arrived[: len(to_next)]), *arrived[len(to_next) :]]
+
+        return Arriving(self.line.send([*to_next, *to_later], distances), received)
 
     def keeping(self, contexts: Contexts) -> Contexts:
         return self.line.keeping(contexts)
-
-
-@dataclass(frozen=True)
-class _PendingFirst:
-    transfer: Transfer
-    to_next: int
-
-    def wait(self) -> list[Tensor]:
-        arrived = self.transfer.wait()
-        return [*(x[0] for x in arrived[: self.to_next]), *arrived[self.to_next :]]
 
 
 class _GroupMean(torch.autograd.Function):

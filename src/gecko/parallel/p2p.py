@@ -93,10 +93,10 @@ class Transfer:
         self._works: list[dist.Work] = []
         self._buffers: tuple[list[Tensor], list[Tensor]] = [], []
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self) -> list[Tensor]:
         """Return for each sent tensor those of the ranks ``rank − d``, (distances, …); zeros where there is none."""
         arriving, self.arriving = self.arriving, ()  # they refer to this transfer through the graph
-        return self.line.wait(self, *arriving)
+        return list(self.line.wait(self, *arriving))
 
     def post(self, outgoing: list[Tensor], incoming: list[Tensor], *, back: bool) -> None:
         """Send and receive ``outgoing`` and ``incoming``, (distances, …) each, in one batch."""

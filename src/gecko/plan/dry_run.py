@@ -47,7 +47,7 @@ from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run, ScheduleSettings
 from gecko.train.model import configured
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import CarriedState, SpikeRule, carried_state, split_batch, start_step
+from gecko.train.step import CarriedState, SpikeRule, Step, carried_state, split_batch
 
 T = TypeVar("T")
 
@@ -136,15 +136,12 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
+    step = Step(model, optimizer, run.optimizer.clip, run.precision, rule, ranks, carried)
     _mark_carried(carried, ledger)
     ledger.use, ledger.moment = WORK, FORWARD
     ledger.restart()
     trace.restart()
-    start_step(
-        model, optimizer, split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks),
-        learning_rate=run.optimizer.learning_rate, clip=run.optimizer.clip, precision=run.precision, rule=rule,
-        ranks=ranks, carried=carried,
-    )  # fmt: skip
+    step.start(split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks), run.optimizer.learning_rate)
     ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
     if carried is not None:
         carried.advance()

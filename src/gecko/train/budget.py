@@ -21,7 +21,7 @@ from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.optimizer import build_optimizer
 from gecko.train.prepare import Beginning, Process
 from gecko.train.run import Run
-from gecko.train.step import split_batch, start_step
+from gecko.train.step import Step, split_batch
 
 
 @dataclass(frozen=True)
@@ -202,16 +202,13 @@ def _step_seconds(
     If a step takes longer than ``limit``, estimate it from one row: measuring it would use up the time for training.
     """
     device, full = next(model.parameters()).device, run.schedule.first_full_step
-    optimizer = build_optimizer(model, run.optimizer)
+    step = Step(model, build_optimizer(model, run.optimizer), run.optimizer.clip, run.precision, ranks=ranks)
 
     def step_of(batch: Batch, parts: int) -> None:
-        start_step(
-            model, optimizer, split_batch(batch, parts, device, ranks), learning_rate=0.0, clip=run.optimizer.clip,
-            precision=run.precision, ranks=ranks,
-        ).wait()  # fmt: skip
+        step.start(split_batch(batch, parts, device, ranks), learning_rate=0.0).wait()
 
-    def one_step(step: int) -> None:
-        step_of(batches.batch(full + step), run.gradient_accumulation_steps)
+    def one_step(number: int) -> None:
+        step_of(batches.batch(full + number), run.gradient_accumulation_steps)
 
     if not run.compile:  # a compiler would compile the model for batches of one row too
         first = batches.batch(full)

@@ -144,7 +144,7 @@ def _report_loss(run: Run, tokenizer: Tokenizer, console: Console) -> None:
             continue
         texts: Iterable[str] = (turn.content for _, chat in read_chats(name) for turn in chat.turns)
         if settings.format == "text":
-            texts = sample_texts(find_sources(name, field=settings.field)[0].parts, SAMPLE)
+            texts = sample_texts(find_sources(name, field=settings.field)[0][1], SAMPLE)
         if told := check_loss(tokenizer, texts, allowed=settings.allow_loss):
             console.print(f"{name}: {told}")
 

@@ -201,7 +201,7 @@ def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = A
     on_device = to_device(torch.from_numpy(counts), device)
     weights = on_device / (ranks.sum_on_device(on_device.sum()) / ranks.sizes.context)
     rows = batch.segment_ids.chunk(parts)
-    contexts = [None if ranks.context is None else ranks.context.of_rows(ids) for ids in rows]
+    contexts = [None if ranks.context is None else SharedRows(ranks.context, ids) for ids in rows]
     columns = tokens, targets, (ids[:, here] for ids in rows), weights.unbind(), contexts
     return [BatchPart(*given) for given in zip(*columns, strict=True)]
 
@@ -325,28 +325,26 @@ def _clip(model: nn.Module, clip: float, ranks: Ranks) -> Tensor:
     return norm
 
 
-def start_step(
-    model: LanguageModel,
-    optimizer: torch.optim.Optimizer,
-    parts: Sequence[BatchPart],
-    *,
-    learning_rate: float,
-    clip: float,
-    precision: Precision,
-    rule: SpikeRule | None = None,
-    ranks: Ranks = ALONE,
-    carried: CarriedState | None = None,
-) -> StartedStep:
-    """Start one step of the optimizer on the batch; the host waits for nothing. All ranks call it together.
+@dataclass(frozen=True)
+class Step:
+    """A step of the optimizer, which is started on each batch. All ranks call it together."""
 
-    If ``rule`` skips the step, parameters and optimizer do not change. None: it is skipped if loss or gradient norm is
-    not finite.
-    """
-    rule = rule or SpikeRule(SkipSettings(deviations=None), device=parts[0].tokens.device)
-    optimizer.zero_grad(set_to_none=True)
-    loss = compute_gradients(model, parts, precision, ranks, carried)
-    grad_norm = _clip(model, clip, ranks)
-    verdict = rule.judge(loss, grad_norm)
-    set_learning_rate(optimizer, learning_rate)
-    step_unless(optimizer, verdict != Verdict.TAKEN)
-    return StartedStep(loss, grad_norm, verdict)
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    clip: float
+    precision: Precision
+    rule: SpikeRule | None = None
+    """If it skips a step, parameters and optimizer do not change. None: steps that are not finite are skipped."""
+    ranks: Ranks = ALONE
+    carried: CarriedState | None = None
+
+    def start(self, parts: Sequence[BatchPart], learning_rate: float) -> StartedStep:
+        """Start the step on a batch; the host waits for nothing."""
+        rule = self.rule or SpikeRule(SkipSettings(deviations=None), device=parts[0].tokens.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = compute_gradients(self.model, parts, self.precision, self.ranks, self.carried)
+        grad_norm = _clip(self.model, self.clip, self.ranks)
+        verdict = rule.judge(loss, grad_norm)
+        set_learning_rate(self.optimizer, learning_rate)
+        step_unless(self.optimizer, verdict != Verdict.TAKEN)
+        return StartedStep(loss, grad_norm, verdict)

@@ -37,12 +37,12 @@ from gecko.train.step import (
     CarriedState,
     SpikeRule,
     StartedStep,
+    Step,
     StepResult,
     Verdict,
     compute_gradients,
     learning_rate_factor,
     split_batch,
-    start_step,
 )
 from gecko.train.throughput import ProfileWindow, memory_gib, mfu_per_speed
 
@@ -92,6 +92,8 @@ class Trainer:
         run, position = self.run, self.position
         self.device = next(self.model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
+        common = self.model, self.optimizer, run.optimizer.clip, run.precision
+        self._optimizer_step = Step(*common, self._spikes, self.ranks, self.carried)
         self._flags = DelayedSum(self.ranks)
         self._pending: _InFlight | None = None
         self._mark: float | None = None
@@ -196,17 +198,7 @@ class Trainer:
         waited = self.clock.now() - begin
         parts = split_batch(batch, self.run.gradient_accumulation_steps, self.device, self.ranks)
         states = None if self.carried is None else self.carried.before
-        started = start_step(
-            self.model,
-            self.optimizer,
-            parts,
-            learning_rate=rate,
-            clip=self.run.optimizer.clip,
-            precision=self.run.precision,
-            rule=self._spikes,
-            ranks=self.ranks,
-            carried=self.carried,
-        )
+        started = self._optimizer_step.start(parts, rate)
         if self.carried is not None:
             self.carried.advance()
         return _InFlight(number, started, parts, states, rate, waited)
