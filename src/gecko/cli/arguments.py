@@ -53,11 +53,7 @@ def find_model(name: str) -> Path:
 
 def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
     """Return the tokenizer ``given``; if None, the one in the model's folder; else the one that the recipe there names.
-
-    Raises:
-        FileNotFoundError: there is no tokenizer.
-        ValueError: the tokenizer has more ids than the model.
-    """
+    Raise FileNotFoundError if there is no tokenizer, ValueError if the tokenizer has more ids than the model."""
     tokenizer = _own_tokenizer(folder) if given is None else load_tokenizer(given)
     check_vocabulary(tokenizer, vocab_size)
     return tokenizer

@@ -199,7 +199,8 @@ def output_file(
 ) -> Path:
     """Return the path that an option names, and create its folder.
 
-    Commands call this before their work, so that a mistake is found at once.
+    Commands call this before their work, so that a mistake is found at once. Raise FileExistsError if the existing file
+    must not be replaced, ValueError if the path is a folder, a device or a pipe, or its folder cannot be written to.
 
     Args:
         out: value of the option.
@@ -207,10 +208,6 @@ def output_file(
             are ignored.
         force: allow to replace a file of another kind that the command does not read.
         option: name of the option, for error messages.
-
-    Raises:
-        FileExistsError: the existing file must not be replaced.
-        ValueError: the path is a folder, a device or a pipe, or its folder cannot be written to.
     """
     from gecko.io.files import check_replaceable
 

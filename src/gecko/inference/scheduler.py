@@ -89,12 +89,8 @@ class Engine:
         return not (self._queue or self._prefills or self._batch.sequences or self._pending)
 
     def submit(self, request: Request) -> int:
-        """Add a request to the queue and return its id.
-
-        Raises:
-            TypeError, ValueError: the request does not fit the model.
-            QueueFullError: ``max_queued`` requests are waiting.
-        """
+        """Add a request to the queue and return its id. Raise TypeError or ValueError if the request does not fit the
+        model, QueueFullError if ``max_queued`` requests are waiting."""
         request.check(self._model.config)
         if request.state is not None:
             with inference(self._model):

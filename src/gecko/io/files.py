@@ -112,14 +112,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the object in a JSON file. Raise OSError if the file cannot be read, ValueError if the file is not JSON,
+    or not an object.
 
     Args:
         what: description of the content for error messages: ``path must hold WHAT as JSON``.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not JSON, or not an object.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} must hold {what} as JSON; {found_at(path)}. Name a file.")
@@ -151,14 +148,11 @@ def found_at(path: str | Path) -> str:
 
 
 def parse_object(path: str | Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Return ``parse(content)`` for the object in a JSON file.
+    """Return ``parse(content)`` for the object in a JSON file. Raise OSError if the file cannot be read, ValueError if
+    the file is damaged, or a field is missing or does not fit; the message names the file.
 
     Args:
         what: content of the file for the message, as in ``read_object``.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged, or a field is missing or does not fit; the message names the file.
     """
     content = read_object(path, what)
     return fitting(path, what, lambda: parse(content))
@@ -193,14 +187,11 @@ class Fault:
 
 
 def read_lines(path: Path, fields: Collection[str] = ()) -> list[Record]:
-    """Return the records of a file in order, without a torn last line; none if the file does not exist.
+    """Return the records of a file in order, without a torn last line; none if the file does not exist. Raise OSError
+    if the file cannot be read, ValueError if another line is damaged; the message names it.
 
     Args:
         fields: names that every record must have.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: another line is damaged; the message names it.
     """
     records, faults = examine_lines(path, fields)
     for fault in faults:
@@ -278,14 +269,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold an exclusive lock on ``path`` in the ``with`` block; create the file if needed, and empty it.
 
-    On a file system without locks, a warning says so and nothing is held.
+    On a file system without locks, a warning says so and nothing is held. Raise ValueError if another process holds the
+    lock, and ``wait`` is False, OSError if the file cannot be created.
 
     Args:
         wait: whether to wait for a process that holds the lock.
-
-    Raises:
-        ValueError: another process holds the lock, and ``wait`` is False.
-        OSError: the file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

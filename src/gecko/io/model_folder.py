@@ -326,12 +326,8 @@ def _sort_metadata(path: Path) -> None:
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file that ``save_tensors`` wrote.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is of another kind, truncated or damaged.
-    """
+    """Return the tensors and the metadata of a file that ``save_tensors`` wrote. Raise FileNotFoundError if the file
+    does not exist, ValueError if the file is of another kind, truncated or damaged."""
     path = Path(path)
     if not path.is_file():
         advice = "Name a file in it" if path.is_dir() else "Check the path"

@@ -70,12 +70,8 @@ class Section:
 
 
 def write_page(path: Path, title: str, summary: str, sections: Sequence[Section]) -> None:
-    """Write a page atomically. All texts are escaped.
-
-    Raises:
-        ImportError: Jinja is not installed.
-        OSError: the page could not be written.
-    """
+    """Write a page atomically. All texts are escaped. Raise ImportError if Jinja is not installed, OSError if the page
+    could not be written."""
     environment = require("jinja2", "train").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((resources.files(__name__) / "page.html.j2").read_text(encoding="utf-8"))
     html = template.render(title=title, summary=summary, sections=sections, svg=svg).lstrip()

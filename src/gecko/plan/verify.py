@@ -68,12 +68,8 @@ def representatives(sizes: MeshSizes) -> tuple[int, ...]:
 
 
 def verify(plan: Plan) -> Verification:
-    """Run one step of ``plan.run`` for the ``representatives`` of its mesh.
-
-    Raises:
-        ValueError: the ranks' collectives or messages do not fit together.
-        ImportError: Triton is missing.
-    """
+    """Run one step of ``plan.run`` for the ``representatives`` of its mesh. Raise ValueError if the ranks' collectives
+    or messages do not fit together, ImportError if Triton is missing."""
     check_kernels()
     begin, run = time.perf_counter(), plan.run
     steps = {rank: dry_step(run, plan.sizes, rank) for rank in representatives(plan.sizes)}

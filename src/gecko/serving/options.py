@@ -59,12 +59,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the server.
-
-    Raises:
-        FileNotFoundError: there is no folder of states.
-        ValueError: the dtype of the windows is unknown.
-    """
+    """Options of the server. Raise FileNotFoundError if there is no folder of states, ValueError if the dtype of the
+    windows is unknown."""
 
     host: str = option("127.0.0.1")
     """Address to listen on; 0.0.0.0 accepts other machines."""

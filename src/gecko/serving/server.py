@@ -63,12 +63,8 @@ def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Opt
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 selects a free port.
-
-    Raises:
-        OSError: the address does not belong to this machine, or is in use.
-        ValueError: the host is empty, which the system would take for all networks.
-    """
+    """Open a listening socket; port 0 selects a free port. Raise OSError if the address does not belong to this
+    machine, or is in use, ValueError if the host is empty, which the system would take for all networks."""
     if not host:
         raise ValueError("--host must name an address; got ''. Try 127.0.0.1, or 0.0.0.0 for all networks.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -47,12 +47,8 @@ class Worker:
         return self._thread.is_alive() and not self._closing
 
     async def submit(self, requests: Sequence[Request], answer: Answer) -> None:
-        """Submit requests to the engine, all or none; ``answer`` gets their events.
-
-        Raises:
-            ValueError, TypeError, QueueFullError: the engine refuses one of the requests.
-            WorkerClosedError: the worker is closed.
-        """
+        """Submit requests to the engine, all or none; ``answer`` gets their events. Raise ValueError, TypeError or
+        QueueFullError if the engine refuses one of the requests, WorkerClosedError if the worker is closed."""
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ids: list[int] = []  # filled by the thread
 
