@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan.test_depth import GECKO, run_of
+from plan.test_dry_run import GECKO, run_of
 
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPU, GPUS, Assumptions, Plan, _plans, find_gpu, find_plan, make_plan

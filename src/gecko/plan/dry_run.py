@@ -3,7 +3,7 @@
 The memory of a step of many blocks and rows follows from dry runs of a few. All blocks are alike. A model of one more
 block changes the bytes in use at each moment of a step by the same number: in the forward pass, in the loss, in the
 backward pass of the first and the last blocks, and in the update. The bytes in the backward pass of the blocks between
-these lie on a line, so the most are at one of its ends. ``tests/plan/test_depth.py`` compares with whole models: the
+these lie on a line, so the most are at one of its ends. ``tests/plan/test_dry_run.py`` compares with whole models: the
 bytes are equal. Rows differ by their documents alone, so one more row changes the bytes by nearly the same number.
 """
 
