@@ -35,7 +35,7 @@ from gecko.data.packing import (
 )
 from gecko.data.tokenizers import Tokenizer
 from gecko.io.files import has_digest, inner_name, parse_object
-from gecko.records import check
+from gecko.records import build, check
 
 MANIFEST = "manifest.json"
 FORMAT = "gecko-shards-1"
@@ -63,11 +63,6 @@ class ShardRecord:
     def __post_init__(self) -> None:
         inner_name(self.name)
         check(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> ShardRecord:
-        """Return the record of a JSON object."""
-        return cls(**{**content, "sha256": tuple(content["sha256"])})
 
 
 @dataclass(frozen=True)
@@ -109,8 +104,7 @@ class Manifest:
         def parse(content: dict[str, Any]) -> Manifest:
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}.")
-            shards = tuple(map(ShardRecord.from_json, content["shards"]))
-            return cls(TokenizerRecord(**content["tokenizer"]), shards)
+            return build(cls, {name: content[name] for name in ("tokenizer", "shards")})
 
         return parse_object(folder / MANIFEST, f"a manifest of token shards ({FORMAT}), by gecko tokenize", parse)
 

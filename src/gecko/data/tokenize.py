@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from gecko.data.sources import SourcePart, dataset_pieces, empty_source, find_so
 from gecko.data.text_stream import TokenBytes, token_bytes
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from gecko.io.files import inner_name, parse_object, whole_file, write_text
+from gecko.records import build, convert
 
 PLAN = "tokenize.json"
 SHARD_BYTES = (1 << 20, 1 << 30)
@@ -44,6 +45,9 @@ class Task:
     name: str
     source: str
     parts: tuple[SourcePart, ...]
+
+    def __post_init__(self) -> None:
+        inner_name(self.name)
 
     @property
     def size(self) -> int:
@@ -80,11 +84,8 @@ class TokenizingPlan:
         """Read the plan that ``start`` wrote. ValueError names the file if it is damaged."""
 
         def parse(content: dict[str, Any]) -> TokenizingPlan:
-            tasks = tuple(
-                Task(inner_name(task["name"]), task["source"], tuple(SourcePart(**part) for part in task["parts"]))
-                for task in content["tasks"]
-            )
-            return cls(folder, TokenizerRecord(**content["tokenizer"]), tasks)
+            tokenizer = convert(content["tokenizer"], TokenizerRecord, "tokenizer")
+            return cls(folder, tokenizer, convert(content["tasks"], tuple[Task, ...], "tasks"))
 
         return parse_object(folder / PLAN, "a plan of gecko tokenize", parse)
 
@@ -200,7 +201,7 @@ def write_shard(plan: TokenizingPlan, task: Task, tokenizer: Tokenizer, encoders
 def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
     """Return the record of a task's shard; None if the shard is missing or incomplete."""
     try:
-        record = parse_object(plan.folder / f"{task.name}.json", "the record of a shard", ShardRecord.from_json)
+        record = parse_object(plan.folder / f"{task.name}.json", "the record of a shard", partial(build, ShardRecord))
         Shard(plan.folder, record, plan.tokenizer.dtype).check_sizes()
     except (FileNotFoundError, ValueError):
         return None
