@@ -241,7 +241,6 @@ def _print_serving(
 
 
 def dry_run_facts(dry_run: Verification) -> dict[str, Any]:
-    """Return the results of a dry run."""
     return {
         "ranks": dry_run.ranks, "memory_bytes": _with_total(dry_run.peak.uses),
         "peak_in": dry_run.peak.moment, "planned_bytes": dry_run.planned, "difference": dry_run.difference,

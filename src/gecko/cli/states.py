@@ -128,8 +128,7 @@ def _score(
 def _continuation_hint(books: Sequence[str], unfinished: tuple[int, int], command: Sequence[str] | None) -> str:
     """Return where reading stopped, and the shell command that reads the rest.
 
-    Args:
-        command: the gecko command that continues, without its texts; None if there is none.
+    ``command`` is the gecko command that continues, without its texts; None if there is none.
     """
     from gecko.cli.arguments import STANDARD_INPUT
 

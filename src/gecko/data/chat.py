@@ -275,8 +275,7 @@ class TemplateChat:
     ) -> int:
         """Return where the prompt for the answer after ``messages`` ends in ``text``.
 
-        Args:
-            begin: where the text of the answer begins, after spaces; None: at once.
+        The text of the answer begins with ``begin``, after spaces; None: at once.
         """
         prompt = self._prompt(messages, functions)
         if not text.startswith(prompt) or text[len(prompt) : begin or len(prompt)].strip():

@@ -88,8 +88,7 @@ _PART = 1 << 16
 class SpecialTokens:
     """Finds the special tokens of a rendered template, but not the same characters inside messages.
 
-    Args:
-        ids: id of each special token, by its text.
+    ``ids`` has the id of each, by its text.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:

@@ -37,8 +37,7 @@ class RecordedChat(NamedTuple):
 def read_chats(source: str) -> Iterator[tuple[str, RecordedChat]]:
     """Yield the chats of JSON Lines files, each after its place in the file for errors.
 
-    Args:
-        source: a file, a folder or a glob; ``.gz`` and ``.zst`` too.
+    ``source`` is a file, a folder or a glob; ``.gz`` and ``.zst`` too.
 
     Raises:
         FileNotFoundError: the source names no file.
@@ -127,7 +126,6 @@ class ChatCorpus:
         return found
 
     def __len__(self) -> int:
-        """Return the number of chats."""
         return len(self.tokens)
 
     @property

@@ -190,11 +190,10 @@ def read_functions(value: Any, name: str, texts: bool = False) -> list[Function]
 
 
 def linked(turns: Sequence[Turn], name: str, known: Mapping[str, str] | None = MappingProxyType({})) -> list[Turn]:
-    """Return the turns of the field ``name``, with the names of functions beside their results. Raise FieldError if a
-    result belongs to no call.
+    """Return the turns of the field ``name``, with the names of functions beside their results.
 
-    Args:
-        known: names of functions by the ids of calls before these turns; None: there may be any.
+    Raise FieldError if a result belongs to no call. ``known`` has the names of functions by the ids of calls before
+    these turns; None: there may be any.
     """
     names, found = dict(known or {}), []
     for place, turn in enumerate(turns):
@@ -237,8 +236,7 @@ To call a function, write its name and arguments as a JSON object between <tool_
 def form_of(text: str, call: FunctionCall, ending: str) -> CallForm | None:
     """Return the form in which ``text`` has a call in place of an answer; None if it is no object with its fields.
 
-    Args:
-        ending: what ends every answer.
+    ``ending`` ends every answer.
     """
     for found, begin, end in _objects(text):
         if call.is_written(found):

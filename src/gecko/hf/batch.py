@@ -20,10 +20,10 @@ Layers = tuple[Tensor, ...]
 
 
 class Reader:
-    """Reader of a Gecko. Without gradients it reads in pieces, so that a long prompt takes little memory.
+    """Reader of a Gecko.
 
-    Args:
-        layers: whether to return the input of every block after the input of the head.
+    Without gradients it reads in pieces, so that a long prompt takes little memory. With ``layers`` it also returns the
+    input of every block, after the input of the head.
     """
 
     def __init__(self, model: Gecko, layers: bool) -> None:

@@ -28,10 +28,7 @@ def as_rows(tokenizer: Tokenizer | None, prompts: Prompt | Sequence[Prompt], sta
     """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt.
 
     Texts begin with the document start, unless they continue ``state``. Raise TypeError or ValueError if the prompts
-    are neither texts nor integers, or have more than two dimensions.
-
-    Args:
-        tokenizer: that of texts; None: the prompts are ids.
+    are neither texts nor integers, or have more than two dimensions. Without a tokenizer the prompts are ids.
     """
     if tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]

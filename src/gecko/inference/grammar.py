@@ -145,10 +145,9 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiler of constraints for one tokenizer. Thread-safe.
+    """Compiler of constraints for one tokenizer.
 
-    Args:
-        vocab_size: number of logits of the model, at least the tokenizer's ids.
+    Thread-safe. ``vocab_size`` is the number of logits of the model, at least the tokenizer's ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:

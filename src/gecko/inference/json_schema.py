@@ -138,11 +138,7 @@ class Names(NamedTuple):
 
 
 class JsonTokens:
-    """Tokens as parts of a text of JSON.
-
-    Args:
-        parts: the bytes of every id.
-    """
+    """Tokens as parts of a text of JSON. ``parts`` has the bytes of every id."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         self.parts = parts

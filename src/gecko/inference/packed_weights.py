@@ -135,9 +135,8 @@ class PackedWeights:
     def with_states(self, state: GeckoState, rows: int | None = None) -> Network:
         """Return the network that changes the rows of ``state`` in place.
 
-        Args:
-            state: each tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all.
-            rows: the most rows that one call may change. None: all.
+        Each tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all. One call
+        may change ``rows`` rows at most; None: all.
         """
         layers = [_with_state(*both) for both in zip(self._layers, state.mixers, strict=True)]
         ring = state.mixers[0].attention

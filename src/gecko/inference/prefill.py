@@ -93,10 +93,9 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 class PromptScorer:
-    """Computes ``PromptScores`` piece by piece. The logits of a long piece never exist at once.
+    """Computes ``PromptScores`` piece by piece.
 
-    Args:
-        top: number k of most likely tokens per place.
+    The logits of a long piece never exist at once. ``top`` is the number of most likely tokens per place.
     """
 
     def __init__(self, model: Gecko, top: int) -> None:

@@ -124,7 +124,6 @@ class RandomNumbers:
         self._ready: list[float] = []
 
     def draw(self) -> float:
-        """Return the next number."""
         if not self._ready:
             # One call of PyTorch for many numbers: a call for each takes as long as a small model's layer.
             numbers = torch.rand(_DRAWN_TOGETHER, generator=self._generator, dtype=torch.float64, device="cpu")
@@ -133,11 +132,7 @@ class RandomNumbers:
 
 
 class Sampler:
-    """Sampler of a batch in which every row has its own ``Sampling`` and does not depend on the other rows.
-
-    Args:
-        samplings: one per row.
-    """
+    """Sampler of a batch in which every row has its own ``Sampling`` and does not depend on the other rows."""
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
         self._device = device

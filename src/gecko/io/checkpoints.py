@@ -38,11 +38,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify_files(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Check that the files of a checkpoint have the size and SHA-256 in its manifest. Raise FileNotFoundError,
-    ValueError or OSError if a file is missing, damaged or cannot be read; the message names it.
+    """Check that the files of a checkpoint have the size and SHA-256 in its manifest.
 
-    Args:
-        part, parts: every ``parts``-th file from ``part`` on is checked; all parts together check all files.
+    Raise FileNotFoundError, ValueError or OSError if a file is missing, damaged or cannot be read; the message names
+    it. Only every ``parts``-th file from ``part`` on is checked; all parts together check all files.
     """
     for name, entry in sorted(read_manifest(path).items())[part::parts]:
         file = path / name

@@ -112,11 +112,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise OSError if the file cannot be read, ValueError if the file is not JSON,
-    or not an object.
+    """Return the object in a JSON file.
 
-    Args:
-        what: description of the content for error messages: ``path must hold WHAT as JSON``.
+    Raise OSError if the file cannot be read, ValueError if the file is not JSON, or not an object. ``what`` describes
+    the content for error messages: ``path must hold WHAT as JSON``.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} must hold {what} as JSON; {found_at(path)}. Name a file.")
@@ -148,11 +147,10 @@ def found_at(path: str | Path) -> str:
 
 
 def parse_object(path: str | Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Return ``parse(content)`` for the object in a JSON file. Raise OSError if the file cannot be read, ValueError if
-    the file is damaged, or a field is missing or does not fit; the message names the file.
+    """Return ``parse(content)`` for the object in a JSON file.
 
-    Args:
-        what: content of the file for the message, as in ``read_object``.
+    Raise OSError if the file cannot be read, ValueError if the file is damaged, or a field is missing or does not fit;
+    the message names the file. ``what`` is as in ``read_object``.
     """
     content = read_object(path, what)
     return fitting(path, what, lambda: parse(content))
@@ -187,11 +185,10 @@ class Fault:
 
 
 def read_lines(path: Path, fields: Collection[str] = ()) -> list[Record]:
-    """Return the records of a file in order, without a torn last line; none if the file does not exist. Raise OSError
-    if the file cannot be read, ValueError if another line is damaged; the message names it.
+    """Return the records of a file in order, without a torn last line; none if the file does not exist.
 
-    Args:
-        fields: names that every record must have.
+    Raise OSError if the file cannot be read, ValueError if another line is damaged; the message names it. Every record
+    must have the names in ``fields``.
     """
     records, faults = examine_lines(path, fields)
     for fault in faults:
@@ -239,10 +236,8 @@ def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
     """Rewrite a JSON Lines file without its damaged lines, so that lines can be appended.
 
     A warning names each damaged line, and a copy of the original file stays beside it as ``NAME.damaged``. A torn last
-    line, which a killed process leaves, is dropped without a warning: its record was never complete.
-
-    Args:
-        fields: names that every record must have.
+    line, which a killed process leaves, is dropped without a warning: its record was never complete. Every record must
+    have the names in ``fields``.
     """
     records, faults = examine_lines(path, fields)
     damaged = [fault for fault in faults if not fault.torn]
@@ -271,9 +266,6 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
 
     On a file system without locks, a warning says so and nothing is held. Raise ValueError if another process holds the
     lock, and ``wait`` is False, OSError if the file cannot be created.
-
-    Args:
-        wait: whether to wait for a process that holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -190,10 +190,7 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, LineStyle, str]]) -> 
     """Label lines at the right of the axes, each label with a piece of its line.
 
     A label is at the height of its line's end, or moved as little as needed to not overlap others. Call this after the
-    scales are final.
-
-    Args:
-        ends: (y of the line's end, style, name) of each line.
+    scales are final. ``ends`` has (y of the line's end, style, name) of each line.
     """
     names = [textwrap.fill(name, _LABEL_WIDTH) for _, _, name in ends]
     heights = [_LINE_HEIGHT * (name.count("\n") + 1) for name in names]

@@ -261,7 +261,6 @@ class SharedRows:
         return self.group._lay_out(batch, length, chunk_size, records, ids[rank], clock, device)
 
     def mean(self, local: Tensor, count: Tensor) -> Tensor:
-        """Return ``ContextGroup.mean``."""
         return self.group.mean(local, count)
 
     def last_state(self, state: GeckoState, clock: Clock) -> GeckoState:

@@ -190,5 +190,4 @@ class LlamaCounts:
 
 
 def counts_of(config: ModelConfig) -> GeckoCounts | LlamaCounts:
-    """Return the counts of a model of this config."""
     return LlamaCounts(config) if isinstance(config, LlamaConfig) else GeckoCounts(config)

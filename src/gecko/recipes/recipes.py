@@ -241,10 +241,10 @@ _WIDTHS = {"model_dim", "key_dim", "value_dim", "ffn_dim", "num_heads", "timeste
 
 
 def _wider(narrow: str, name: str, times: int, *, learning_rate: float = 8e-3, ffn_dim: int | None = None) -> Run:
-    """Return the recipe ``narrow`` with a model ``times`` as wide. Layers, heads' dimension and groups' width stay.
+    """Return the recipe ``narrow`` with a model ``times`` as wide.
 
-    Args:
-        ffn_dim: for a Llama, so that the models have the same number of parameters.
+    Layers, heads' dimension and groups' width stay. A Llama gets ``ffn_dim``, so that the models have the same number
+    of parameters.
     """
     run = _comparison(name, _COMPARED[narrow][1])
     widths = {field.name for field in dataclasses.fields(run.model)} & _WIDTHS

@@ -302,8 +302,7 @@ _WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
 class Gate:
     """ASGI middleware that passes requests with a known host name and, for the routes that work, with the key.
 
-    Args:
-        key: the bearer token; None: no key is required.
+    Without ``key`` no key is required.
     """
 
     def __init__(self, app: ASGIApp, hosts: Hosts, key: str | None) -> None:

@@ -80,7 +80,6 @@ class Reply:
         return ()
 
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        """Return the events of a piece."""
         raise NotImplementedError
 
     def closing(self, usage: Usage) -> Iterable[dict[str, Any]]:

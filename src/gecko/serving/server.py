@@ -40,11 +40,7 @@ _LOG = logging.getLogger("gecko.serving")
 
 
 def build_service(model: Gecko, tokenizer: Tokenizer, folder: Path, options: Options) -> Service:
-    """Build the service from its parts.
-
-    Args:
-        folder: folder of the model, which may contain a chat template.
-    """
+    """Build the service from its parts. The model's ``folder`` may contain a chat template."""
     cache = PrefixCache(options.prefix_cache_bytes) if options.prefix_cache_bytes else None
     limits = options.limits
     # Admission counts requests before they reach the engine, and the engine executes cancellations before later

@@ -36,7 +36,6 @@ class SavedStates:
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def names(self) -> list[str]:
-        """Return the names of the states in the folder."""
         return [path.name.removesuffix(SUFFIX) for path in self._paths()]
 
     def describe(self) -> list[dict[str, Any]]:
@@ -180,8 +179,7 @@ class StoredResponse:
 class ResponseStore:
     """Least-recently-used store of responses; thread-safe.
 
-    Args:
-        max_bytes: maximum memory of all responses, with their states. A larger response is not stored.
+    All of them, with their states, take ``max_bytes`` at most; a larger response is not stored.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -286,7 +286,6 @@ OLD_NAMES = {"accumulation": "gradient_accumulation_steps"}
 
 
 def current_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with current field names."""
     return {OLD_NAMES.get(name, name): value for name, value in values.items()}
 
 

@@ -262,10 +262,8 @@ def lowest_loss(checkpoints: list[Path]) -> Path:
     """Return the checkpoint with the lowest mean training loss over its last steps; the newest of equal ones.
 
     If the loss jumps to higher finite values that ``SpikeRule`` accepts after a while, their mean is higher. The
-    checkpoint before the jump is then kept until the loss is as low again.
-
-    Args:
-        checkpoints: newest first, at least one.
+    checkpoint before the jump is then kept until the loss is as low again. ``checkpoints``
+    has the newest first, and at least one.
     """
     return min(checkpoints, key=_recent_loss)
 

@@ -98,10 +98,8 @@ def keep_newest(
     """Delete old checkpoints. Keep the ``keep`` newest up to ``step`` and those at multiples of ``keep_every``.
 
     Checkpoints after ``step`` are deleted too: the run that writes ``step`` found them damaged and resumed from an
-    earlier one. Checkpoints of steps before ``step`` that ``set_aside`` renamed are also deleted.
-
-    Args:
-        best: chooses one of the checkpoints up to ``step``, which is kept too.
+    earlier one. Checkpoints of steps before ``step`` that ``set_aside`` renamed are also deleted. Of the checkpoints up
+    to ``step``, the one that ``best`` chooses is kept too.
     """
     written = list_checkpoints(folder)
     later = [path for path in written if checkpoint_step(path) > step]

@@ -46,10 +46,10 @@ Key = tuple[int, int]
 
 
 class NodeCopies:
-    """Context that saves and restores the copies of one run. All ranks have one and call it together.
+    """Context that saves and restores the copies of one run.
 
-    Args:
-        identity: text that is the same for sessions of the same run only; copies with another one are not read.
+    All ranks have one and call it together. Copies are read only if they have the same ``identity``: a text that is the
+    same for sessions of the same run.
     """
 
     def __init__(self, run: Run, ranks: Ranks, identity: str) -> None:
@@ -102,8 +102,7 @@ class NodeCopies:
     ) -> TrainerState | None:
         """Load the newest step in ``after`` + 1 .. ``until`` of which the nodes hold every shard.
 
-        Returns:
-            The state of the trainer; None if there is no such step. Model and optimizer are then unchanged.
+        Return the state of the trainer; None if there is no such step, and then model and optimizer are unchanged.
         """
         held = self._held()
         nodes = self._ranks.gather({key: position for key, (_, position) in held.items()})
