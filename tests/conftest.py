@@ -1,7 +1,5 @@
 """Fixtures and settings of all tests: a deterministic search for examples, and unwritten memory filled with NaN."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

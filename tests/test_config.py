@@ -1,7 +1,5 @@
 """The config refuses contradictions, round-trips through JSON, and has presets."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Links and commands in the documents."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

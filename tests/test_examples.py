@@ -1,7 +1,5 @@
 """The programs in ``examples/`` run, one after the other, at a small size."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import runpy

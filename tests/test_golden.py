@@ -1,7 +1,5 @@
 """Every golden file: values and gradients of the reference release (``golden/README.md``)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

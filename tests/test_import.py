@@ -1,7 +1,5 @@
 """``import gecko`` is fast: it neither loads nor starts what only some users need."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The tests on a GPU can fail: their operators satisfy the laws on the CPU, and a wrong operator is found."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The wheel and the sdist: equal bytes from equal files, and all files of the package."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The reading state is immutable; saving, loading, cutting into rows and stacking do not change it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

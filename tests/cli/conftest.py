@@ -1,7 +1,5 @@
 """A run folder with a random model, and the command line in this process or in a separate one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 They are listed in ``commands.txt`` and run in this process, one after the other, in a folder with a run and texts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

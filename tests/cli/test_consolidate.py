@@ -1,7 +1,5 @@
 """``gecko consolidate`` joins the parts that two ranks wrote into one file that every command reads."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

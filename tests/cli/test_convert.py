@@ -1,7 +1,5 @@
 """``gecko convert`` converts checkpoints of the releases, and says what is wrong with other files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Converted Megalodon checkpoints equal ``megalodon-jax``, an independent implementation; skipped if not installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``gecko doctor`` and ``gecko info`` describe machines and models."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``gecko generate`` and ``gecko chat``: texts and conversations."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The command as a whole: help, errors, exit codes, start, messages and home folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

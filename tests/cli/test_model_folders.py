@@ -1,7 +1,5 @@
 """Folders of models: what is saved to them, exported from them, and which tokenizer they have."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What commands write: paths of files, and text on the terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

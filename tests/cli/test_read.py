@@ -1,7 +1,5 @@
 """``gecko read``, and the states that it writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import io

@@ -1,7 +1,5 @@
 """``gecko serve``, and the dtype of the weights that commands load."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``gecko tokenize``, and training on its shards."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

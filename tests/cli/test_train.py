@@ -1,7 +1,5 @@
 """Commands that train: ``gecko train``, ``finetune`` and ``compare``; ``gecko plan``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

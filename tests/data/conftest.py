@@ -1,7 +1,5 @@
 """Tokenizers of every kind, trained on a few lines."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

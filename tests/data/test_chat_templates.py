@@ -1,7 +1,5 @@
 """Fine-tuning learns the answers and what ends them, and nothing else, with chat templates of every structure."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

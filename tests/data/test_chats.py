@@ -1,7 +1,5 @@
 """Chats become tokens of which the answers are learned, in rows of whole chats; wrong lines are named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

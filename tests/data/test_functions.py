@@ -1,7 +1,5 @@
 """Functions, calls and results in conversations: as the template writes them, and as text where it knows none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches of one source and of mixtures."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

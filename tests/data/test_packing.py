@@ -1,7 +1,5 @@
 """Rows: documents packed into them, and lanes that they join to."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

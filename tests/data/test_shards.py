@@ -1,7 +1,5 @@
 """Token shards: rows, held-out documents and refusals."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter

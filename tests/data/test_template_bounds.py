@@ -1,8 +1,6 @@
 """Chat templates are programs: whatever one does, it ends soon, in little memory, with an error that says so."""
 
 # ruff: noqa: E501 (a template is one line)
-from __future__ import annotations
-
 import time
 
 import pytest

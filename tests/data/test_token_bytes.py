@@ -1,7 +1,5 @@
 """Bytes of ids, and ids as text."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Corpora to shards, on any executor and after any interruption."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

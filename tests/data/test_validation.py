@@ -1,7 +1,5 @@
 """Held-out documents, plain texts, and what needs extra packages."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

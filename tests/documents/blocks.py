@@ -1,7 +1,5 @@
 """Code blocks of a Markdown page, and the commands in them."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ that model and the texts. ``pages.toml`` says how they are made, what makes a co
 why; every other command and snippet is run. ``first_hour.py`` runs the tutorial and README in a new environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -3,8 +3,6 @@
 What stands above the mark in the page is written by hand. The rest says what ``gecko COMMAND --help`` says.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator
 from inspect import cleandoc

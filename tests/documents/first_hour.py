@@ -8,8 +8,6 @@ repository is a copy of its files, which is removed when it is installed; what `
 not run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

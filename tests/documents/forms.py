@@ -5,8 +5,6 @@ hashes and quoted texts may differ, and everything else may not. A line ``…`` 
 ends in ``…`` for all that begin like it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

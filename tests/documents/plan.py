@@ -1,7 +1,5 @@
 """What is run of the documents, and how: their blocks with the notes of ``pages.toml``."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@
 ``PIP_EXTRA_INDEX_URL`` to choose versions or PyTorch's build for CPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

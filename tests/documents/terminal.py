@@ -1,7 +1,5 @@
 """A command on a terminal: what its screen shows in the end, and for how long it showed nothing."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

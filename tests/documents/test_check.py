@@ -1,7 +1,5 @@
 """The check of the documents finds commands and snippets that do not do what their page shows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Blocks of a page, and what a terminal shows."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

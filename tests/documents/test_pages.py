@@ -1,7 +1,5 @@
 """Every block of the documents is run by ``check.py``, or ``pages.toml`` says why not."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

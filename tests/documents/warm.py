@@ -4,8 +4,6 @@
 its folder, variables, standard streams and signals on to a fork, and ends with the fork's exit code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ kept in ``build/masks.json``, so that the next run goes on with the others. ``ma
 removal no test can notice, with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

@@ -6,8 +6,6 @@ elsewhere in the file does not break them. The code to replace must occur exactl
 or tests are no longer there is reported and not planted. ``--check`` only prints these and their number.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -3,8 +3,6 @@
 Every tensor of every stored form is forged in every way, with its checksums made anew.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

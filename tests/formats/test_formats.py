@@ -1,7 +1,5 @@
 """Files written by earlier code load with the same meaning. ``make.sh`` says how each generation of files was made."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

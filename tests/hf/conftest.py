@@ -1,7 +1,5 @@
 """Small models in folders; transformers without network and progress bars."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

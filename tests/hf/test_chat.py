@@ -1,7 +1,5 @@
 """Conversations become the same tokens in transformers, TRL and the server, also after an adapter was merged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

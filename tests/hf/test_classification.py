@@ -1,7 +1,5 @@
 """A classifier scores every text as alone, wherever its padding is, and keeps what it learns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """An exported folder with its code works without gecko installed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Trainer, LoRA with PEFT and SFT with TRL train, and what they save can be loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

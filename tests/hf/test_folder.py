@@ -1,7 +1,5 @@
 """gecko and transformers read the same folders, whichever of them wrote the folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``generate`` of transformers produces the tokens that Gecko's own generation produces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

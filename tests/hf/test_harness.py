@@ -1,7 +1,5 @@
 """lm-evaluation-harness through transformers gives the numbers of ``gecko eval``, without settings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf.conftest import text_model

@@ -1,7 +1,5 @@
 """Embeddings in place of tokens, hidden states of all layers, shifted labels, and prompts that are trained."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,7 +1,5 @@
 """Every row of a batch gets what it would get alone, wherever its padding is."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

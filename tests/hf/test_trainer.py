@@ -1,7 +1,5 @@
 """``Trainer`` evaluates, predicts, resumes, and keeps the best model with the right weights."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each way in which transformers, accelerate and PyTorch load weights loads them correctly or raises an error."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

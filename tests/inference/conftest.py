@@ -1,7 +1,5 @@
 """A small model with random weights, and tokenizers trained on a few lines."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Calls in the text of an answer are found in every form in use, however the text is cut; no half of one shows."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from typing import Any

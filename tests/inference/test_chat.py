@@ -1,7 +1,5 @@
 """A conversation kept as a state goes on as if all of it were read again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

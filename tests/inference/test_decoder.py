@@ -1,7 +1,5 @@
 """The decoder's logits and states are those of a model call over the whole text, for any weights, sizes and slots."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

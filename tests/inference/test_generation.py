@@ -1,7 +1,5 @@
 """Laws of generate, stream and ``Gecko.step``, on a model with random weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

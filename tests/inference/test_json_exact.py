@@ -1,7 +1,5 @@
 """A text that is complete by the grammar of a schema fits the schema for a parser that knows nothing of the grammar."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts: read in any parts, together, and scored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import psutil

@@ -1,7 +1,5 @@
 """Tokens are drawn after bias, penalties, temperature, top-k, top-p and min-p, in this order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

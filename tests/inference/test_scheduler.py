@@ -1,7 +1,5 @@
 """Continuous batching: every text gets what it would get alone, whatever else runs."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import deque

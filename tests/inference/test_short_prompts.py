@@ -1,7 +1,5 @@
 """Short prompts of models in bfloat16, which the decoder in C reads: as the model in float64, however they are cut."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

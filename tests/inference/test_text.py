@@ -1,7 +1,5 @@
 """Text: encoded in pieces, decoded as tokens arrive, ended by stop strings."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Files that are found: the newest checkpoint, shipped models, and locks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math

@@ -1,7 +1,5 @@
 """Readers of JSON files name the file that is damaged, instead of failing with a traceback."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

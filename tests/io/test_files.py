@@ -1,7 +1,5 @@
 """Tensor and model files are written completely or not at all, and loaded only if no byte has changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import stat

@@ -1,7 +1,5 @@
 """Quantised weights are close to the originals, unchanged by saving, and have the expected size."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Four processes and a small run, for all tests with several ranks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: any number of ranks reads them, they join to one file, damaged ones are skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

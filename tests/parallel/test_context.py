@@ -1,7 +1,5 @@
 """Ranks that share rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Ranks that share rows run the C kernels that one device runs, and compute what it computes in float64."""
 
-from __future__ import annotations
-
 import pytest
 from support.context_cases import Text, assert_near, model_for_kernels, read, read_on_kernels
 from support.native_agreement import needs_compiler

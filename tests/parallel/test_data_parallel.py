@@ -1,7 +1,5 @@
 """Training on several ranks equals training on one, and all ranks refuse an invalid mesh."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks do not wait for the host or for other hosts between a batch and the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

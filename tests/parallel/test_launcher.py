@@ -1,7 +1,5 @@
 """Processes of a job: how they start, meet and end."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Training a Llama on several ranks equals training on one: checkpoints and the joined model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A job that lost nodes continues from the memory of the others, without the last steps being computed again."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A job of four nodes, with a network between them, that loses one: a new node joins, and training continues."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks that fail, hang or are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

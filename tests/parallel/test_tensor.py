@@ -1,7 +1,5 @@
 """Tensor parallelism: ranks that each compute some heads, channels and features give the whole model's results."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A dry run measures memory, to the byte also of deep models, and checks communication as they are in training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

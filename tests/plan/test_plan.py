@@ -1,7 +1,5 @@
 """Plans agree with measurements of small runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Settings that are found for a number of GPUs fit, and none that fit are faster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """This process, and models on the device ``meta``."""
 
-from __future__ import annotations
-
 import mmap
 import platform
 import shutil

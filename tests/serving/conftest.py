@@ -1,7 +1,5 @@
 """A small model, and real servers of it on the loopback interface."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

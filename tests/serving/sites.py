@@ -1,7 +1,5 @@
 """Real servers of a small model, on the loopback interface."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Chat templates that write functions and calls, in the forms of Qwen 2.5, Llama 3.1 and Mistral."""
 
-from __future__ import annotations
-
 QWEN = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

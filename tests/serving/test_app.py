@@ -1,7 +1,5 @@
 """The server, tested with OpenAI's client."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import fields

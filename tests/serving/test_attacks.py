@@ -3,8 +3,6 @@
 Run them alone (``make test-attacks``): an attack uses all processors, and answers are timed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

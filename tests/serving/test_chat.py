@@ -1,7 +1,5 @@
 """Conversations become prompts by the model's template, and a message cannot imitate another role."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -3,8 +3,6 @@
 Libraries that call functions work with the server as they do with OpenAI's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

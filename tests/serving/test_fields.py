@@ -1,7 +1,5 @@
 """Fields of a request, and structured output."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

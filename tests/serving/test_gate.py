@@ -1,7 +1,5 @@
 """What is looked at before a request is accepted: its bytes and its JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """The page at ``/`` in a real browser; skipped if no browser is installed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

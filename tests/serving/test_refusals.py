@@ -1,7 +1,5 @@
 """Invalid requests are refused with a reason, and do not affect other requests."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """A table of requests and answers, for fields and headers that clients of other servers send."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``/v1/responses`` with OpenAI's client: a conversation continues from its state, and nothing is read twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """States of conversations and of prompts, over HTTP and in the cache."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens over HTTP: ids, log-probabilities and pieces of text."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Calls of functions over HTTP, with OpenAI's client and templates of every kind."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The process of the server: its connections and the engine's thread."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import resource

@@ -1,7 +1,5 @@
 """Requests to an engine, their events, and the result of each request alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Waiting for conditions that another thread or process makes true."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

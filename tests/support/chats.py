@@ -1,7 +1,5 @@
 """Chats whose answers repeat a word of the question, in JSON Lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

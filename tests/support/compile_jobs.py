@@ -1,7 +1,5 @@
 """Functions that ranks run in the tests of compiled blocks; processes import them by name."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

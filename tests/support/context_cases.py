@@ -1,7 +1,5 @@
 """Functions that the processes of a context group run; see ``test_context.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Texts of a few words, small enough to train on several times, and a model of their bytes."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process that opens forged files, and is started again when one of them has ended it or holds it up."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import traceback

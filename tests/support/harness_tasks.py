@@ -1,7 +1,5 @@
 """Small tasks for lm-evaluation-harness, whose data the test writes, and what the harness gets for each item."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Interrupts for processes that tests start."""
 
-from __future__ import annotations
-
 import signal
 
 

@@ -1,7 +1,5 @@
 """Worker processes that stay alive and replace torchrun: the first n of them are the ranks of a job."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

@@ -3,8 +3,6 @@
 A law is a function of an operator and a case; ``over`` pairs laws with the cases to which they apply.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise

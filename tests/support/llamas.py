@@ -1,7 +1,5 @@
 """Random Llamas of transformers: their sizes, and forms that compute in float64 throughout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

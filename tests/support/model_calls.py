@@ -1,7 +1,5 @@
 """Helpers by which tests of the model read texts and compare the results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.cases import VARIANTS

@@ -1,7 +1,5 @@
 """Comparison of a C kernel with the same operator in float64, which uses the eager form."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Operators of ``cases.py`` that move their inputs to a device and the results back."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of runs and evaluations with numbers that are computed, not trained: the same on every machine."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

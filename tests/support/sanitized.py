@@ -4,8 +4,6 @@
 ends. A report ends the process.
 """
 
-from __future__ import annotations
-
 from gecko.ops.backends import cpu_library
 
 # Less optimised code has the same accesses and compiles faster. The name of a library contains the flags.

@@ -1,7 +1,5 @@
 """Traces steps of ranks on CPUs: numbers that the host reads, and collectives of values on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Functions that ranks run in the tests of parallel training; processes import them by name."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

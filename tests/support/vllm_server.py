@@ -1,7 +1,5 @@
 """``vllm serve`` in a process of its own. Needs the standard library only."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Prompts, and the tokens that ``gecko.generate`` gives for each of them alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

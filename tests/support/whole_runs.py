@@ -1,7 +1,5 @@
 """Helpers of tests of whole runs: compare results, and stop a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run small enough to train often: text of a few thousand bytes, a Gecko with two layers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Clocks of these tests are made up: each look at one takes as many seconds as the machine is slow at that time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

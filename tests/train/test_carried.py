@@ -1,7 +1,5 @@
 """Carried state: rows of a lane are one long row, a resumed run is the uninterrupted one, skips empty it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint exists completely or not at all, whatever happens while it is written."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Metrics that are damaged, and files that are lost."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Divergence, spikes and non-finite values."""
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Held-out loss, for each token and for each byte."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

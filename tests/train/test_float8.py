@@ -1,7 +1,5 @@
 """Float8 by torchao, emulated: what is rounded, that masters stay float32, and that a run resumes bit for bit."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from pathlib import Path

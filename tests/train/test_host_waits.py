@@ -1,7 +1,5 @@
 """The host waits for nothing between a batch and the optimizer, shown on an emulated device."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The metrics file contains every step once, however often a run was resumed."""
 
-from __future__ import annotations
-
 import builtins
 import json
 from pathlib import Path

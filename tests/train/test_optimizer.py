@@ -1,7 +1,5 @@
 """AdamW and Muon: which parameters they update and decay, their learning rates, and their state as named tensors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

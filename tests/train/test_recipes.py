@@ -1,7 +1,5 @@
 """Recipes by name, and ``key=value`` overrides."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

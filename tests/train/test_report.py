@@ -1,7 +1,5 @@
 """What a run reports and records."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A signal prints its notice at once, even while the main thread is in a long call."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """The beginning of a run: its tokenizer and the field of its records."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """One optimizer step, its learning rate and the size of its batch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

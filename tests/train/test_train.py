@@ -1,7 +1,5 @@
 """A whole run, an interrupted one, and their files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
