@@ -277,13 +277,10 @@ class _RankExchange:
     chunks_reach: Tensor
 
     def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
-        nearest, all_later = [1], range(1, self.line.size)
-        distances = [*([nearest] * len(to_next)), *([all_later] * len(to_later))]
-
-        def received(arrived: list[Tensor]) -> list[Tensor]:
-            return [*(x[0] for x in arrived[: len(to_next)]), *arrived[len(to_next) :]]
-
-        return Arriving(self.line.send([*to_next, *to_later], distances), received)
+        nearest, all_later, near = [1], range(1, self.line.size), len(to_next)
+        distances = [*([nearest] * near), *([all_later] * len(to_later))]
+        sent = self.line.send([*to_next, *to_later], distances)
+        return Arriving(sent, lambda arrived: [*(x[0] for x in arrived[:near]), *arrived[near:]])
 
     def keeping(self, contexts: Contexts) -> Contexts:
         return self.line.keeping(contexts)
