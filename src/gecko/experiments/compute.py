@@ -11,8 +11,7 @@ from gecko.eval.results import Interval, student
 from gecko.experiments.figures import Points
 from gecko.experiments.rows import HELD_OUT, families
 from gecko.experiments.table import Model, Row, by_model, span
-from gecko.pages import Cell, Picture, Table
-from gecko.pages import label_line_ends, mark_logarithms, new_figure
+from gecko.pages import Cell, Picture, Table, label_line_ends, mark_logarithms, new_figure
 from gecko.runtime.process import require
 
 SIZES = ("num_layers", "model_dim", "key_dim", "value_dim", "ffn_dim", "num_heads", "key_value_heads",
