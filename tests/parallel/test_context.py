@@ -1,5 +1,7 @@
 """Ranks that share rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -56,7 +58,8 @@ SOME_VARIANTS = [
 ]  # fmt: skip
 READINGS = [
     *((variant, text) for variant in cases.ON_RANKS for text in EVERY_VARIANT),
-    *((variant, text) for variant in ("gecko", "window-linear") for text in SOME_VARIANTS),
+    *((variant, text) for variant in ("gecko", "window-linear", "llama-window") for text in SOME_VARIANTS),
+    *((variant, replace(text, bfloat16_window=True)) for variant in ("gecko", "llama") for text in EVERY_VARIANT),
 ]
 
 
@@ -86,7 +89,7 @@ def test_sharded_parameters_and_rows_are_one_device(on_four_ranks, variant, chec
             assert_same(part["gradients"][name], wanted, f"gradient {name}")
 
 
-@pytest.mark.parametrize("variant", ["gecko", "megalodon", "window-linear"])
+@pytest.mark.parametrize("variant", ["gecko", "megalodon", "window-linear", "llama-window"])
 @pytest.mark.parametrize(
     ("length", "read", "piece", "ranks"), [(200, 0, 16, 4), (203, 13, 8, 4), (70, 0, 64, 2), (5, 3, 8, 4)]
 )

@@ -18,6 +18,7 @@ EXPECTED = {
     [
         ("gecko", Text(4, 2, "few")), ("gecko", Text(2, 3, "around", read=16)), ("gecko", Text(4, 1)),
         ("cumulative", Text(4, 2, "many")), ("window", Text(2, 2, "borders")),
+        ("separate", Text(4, 1, "around")),
     ],
     ids=str,
 )  # fmt: skip

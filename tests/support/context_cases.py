@@ -38,9 +38,14 @@ class Text:
     read: int = 0
     """Tokens read in an earlier call."""
     batch: int = 2
+    bfloat16_window: bool = False
 
     def __str__(self) -> str:
-        return f"{self.ranks}x{self.chunks}-{self.documents}" + (f"-after{self.read}" if self.read else "")
+        return (
+            f"{self.ranks}x{self.chunks}-{self.documents}"
+            + (f"-after{self.read}" if self.read else "")
+            + ("-bfloat16" if self.bfloat16_window else "")
+        )
 
     @property
     def length(self) -> int:
@@ -87,7 +92,8 @@ def state_terms(state: GeckoState) -> Tensor:
 
 
 def arrays(named: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    return {name: x.detach().numpy() for name, x in named.items()}
+    wide = {name: x.double() if x.dtype == torch.bfloat16 else x for name, x in named.items()}
+    return {name: x.detach().numpy() for name, x in wide.items()}
 
 
 @cache
@@ -116,7 +122,7 @@ def read(
 
     With a group, the outputs are those of this rank, and the gradients are summed over the ranks.
     """
-    model = cases.model(variant) if model is None else model
+    model = cases.model(variant, bfloat16_window=text.bfloat16_window) if model is None else model
     model.activation_checkpointing = checkpointing
     tokens, targets = tokens_of(text)
     ids = ids_of(text)

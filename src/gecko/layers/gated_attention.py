@@ -16,7 +16,7 @@ from gecko.config import GeckoConfig
 from gecko.layers.cema import CEMA
 from gecko.layers.linear import linear, project
 from gecko.layers.norms import RMSNorm, block_norm
-from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, state_before
+from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, sinks_after, state_before
 from gecko.ops.common import compute_dtype
 from gecko.ops.gates import by_head, gated, silu_by_head
 from gecko.ops.norms import group_rms_norm
@@ -181,15 +181,22 @@ class GatedAttention(nn.Module):
         """Return the states before the first token of attention, and of the memory without its matrix.
 
         ``state`` is that before the call; on ranks after the first it is None. A rank sends its last chunk to the next
-        rank, as z (or the projected keys) and v, and the memory's weights to all later ones. The receiver computes the
-        keys of attention and memory from z, and the summary of the chunk: that is fewer bytes than to send them.
+        rank, as z (or the projected keys) and v, and the memory's weights and the sinks to all later ones. The receiver
+        computes the keys of attention and memory from z, and the summary of the chunk: that is fewer bytes than to send
+        them.
         """
         own = Heads(None, None) if state is None else Heads(state.attention, state.memory)
-        exchange, rule, chunk = segments.exchange, self.config.memory, self.config.chunk_size
+        exchange, rule, chunk, pattern = segments.exchange, self.config.memory, self.config.chunk_size, self.pattern
         # The state holds two chunks: without lookback attention needs the chunk only if a rank has a single one.
-        if exchange is None or (rule == "none" and self.pattern.lookback == 0 and segments.length > chunk):
+        unneeded = pattern.lookback == 0 and pattern.sinks == 0 and segments.length > chunk
+        if exchange is None or (rule == "none" and unneeded):
             return Ready(own)
-        last, weights, memory = [z[:, -chunk:], v[:, :, -chunk:]], [], own.memory
+        last, weights, memory, sinks = [z[:, -chunk:], v[:, :, -chunk:]], [], own.memory, []
+        if pattern.sinks:
+            held = None if own.attention is None else own.attention.sinks
+            after = sinks_after(pattern, segments, projections[1], v, held)
+            sinks = [after.keys, after.values]
+        count = len(sinks)  # what is received must not keep what is sent alive
         if rule != "none":
             k = projections[3]
             batch, heads, _, key_dim = k.shape
@@ -200,17 +207,18 @@ class GatedAttention(nn.Module):
 
         def receive(arrived: list[Tensor]) -> Heads:
             before_z, values, *earlier = arrived
+            of_sinks, earlier = earlier[:count], earlier[count:]
             if self.to_key is None:
                 _, key, *of_memory = self.queries_and_keys((before_z,))
             else:
                 key, of_memory = self.key(before_z), [by_head(before_z, self.config.num_key_value_heads)]
-            attention = state_before(own.attention, key, values, self.pattern, segments, exchange.first)
+            attention = state_before(own.attention, [key, values, *of_sinks], pattern, segments, exchange)
             if rule == "none" or memory is None:
                 return Heads(attention, None)
             given = memory, earlier[0], of_memory[-1], values
             return Heads(attention, memory_state_before(rule, chunk, *given, segments, exchange))
 
-        return Arriving(exchange.send(to_next=last, to_later=weights), receive)
+        return Arriving(exchange.send(to_next=last, to_later=[*sinks, *weights]), receive)
 
     def mix(
         self, projections: tuple[Tensor, ...], v: Tensor, gates: Gates, before: Pending[Heads], segments: Segments

@@ -191,8 +191,7 @@ class Gecko(nn.Module):
             segments = Segments.build(batch, length, lengths=lengths, **layout)
         else:
             assert lengths is None, "ranks that share rows read no padding"
-            only_here = ("sinks", "bfloat16_window", "convolution_width")
-            self.config.refuse(only_here, "a model whose rows several ranks share")
+            self.config.refuse(("convolution_width",), "a model whose rows several ranks share")
             segments = context.segments(batch, length, self.config.chunk_size, **layout)
         return *self._through_blocks(x, state, segments), segments
 

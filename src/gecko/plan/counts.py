@@ -108,18 +108,19 @@ class GeckoCounts:
         """Return the bytes that the busiest of ``ranks`` context ranks sends in a layer's forward pass, per row.
 
         The backward pass sends the same number. To the next rank it sends the last attention chunk's z, from which that
-        computes the keys, and its values. To every later rank it sends the states of CEMA and of the norm, the memory's
-        affine map A, B, and two weights. ``benchmarks/context_exchange.py`` measures them.
+        computes the keys, and its values. To every later rank it sends the states of CEMA and of the norm, the sinks,
+        the memory's affine map A, B, and two weights. ``benchmarks/context_exchange.py`` measures them.
         """
         config = self.config
         remembers = config.memory != "none"
-        own = config.num_key_value_heads * (config.key_head_dim + config.value_head_dim)
-        window = config.chunk_size * itemsize * own
+        heads, key, value = config.num_key_value_heads, config.key_head_dim, config.value_head_dim
+        window = config.chunk_size * itemsize * heads * (key + value)
         averages, norm = config.local_mixing == "cema", config.norm == "timestep"
         later = FLOAT * 2 * (config.model_dim * config.cema_modes * averages + config.timestep_groups * norm)
+        later += config.sinks * heads * (FLOAT * key + itemsize * value)
         if remembers:
-            later += config.key_dim * (FLOAT * (config.key_head_dim + 2) + itemsize * config.value_head_dim)
-        return (window if remembers or self._windows > 1 else 0) + (ranks - 1) * later
+            later += config.key_dim * (FLOAT * (key + 2) + itemsize * value)
+        return (window if remembers or config.sinks or self._windows > 1 else 0) + (ranks - 1) * later
 
     @property
     def _windows(self) -> int:

@@ -7,7 +7,7 @@ With context parallelism, the queries in the first chunk of a rank may see the l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from gecko.ops.chunk_attention.chunked import (
     chunk_attention_chunked,
     chunk_attention_step,
 )
-from gecko.ops.chunk_attention.sinks import with_sinks
+from gecko.ops.chunk_attention.sinks import sinks_after, sinks_before, with_sinks
 from gecko.ops.common import (
     check_segments,
     check_shape,
@@ -33,9 +33,12 @@ from gecko.ops.common import (
     run_by_chunk_offset,
     run_by_length,
 )
-from gecko.segments import Segments
+from gecko.segments import ContextExchange, Segments
 
-__all__ = ["AttentionState", "Pattern", "SinkTokens", "chunk_attention", "chunk_attention_reference"]
+__all__ = [
+    "AttentionState", "Pattern", "SinkTokens", "chunk_attention", "chunk_attention_reference", "sinks_after",
+    "state_before",
+]  # fmt: skip
 
 
 def chunk_attention(
@@ -153,20 +156,24 @@ def _attend_to_window(
 
 
 def state_before(
-    state: AttentionState | None, key: Tensor, value: Tensor, pattern: Pattern, segments: Segments, first: bool
-) -> AttentionState:
+    state: AttentionState | None, arrived: Sequence[Tensor], pattern: Pattern, segments: Segments,
+    exchange: ContextExchange,
+) -> AttentionState:  # fmt: skip
     """Return the state before the first token of a context rank, from the last chunk of the previous rank.
 
     Args:
-        state: that before the call on rank 0, where ``first`` is true; on the other ranks it is None.
-        key, value: (B, H, c, d); the keys are not rotated yet.
+        state: that before the call on rank 0; on the other ranks it is None.
+        arrived: key and value, (B, H, c, d), keys not rotated yet; for patterns with sinks also those of the sinks.
     """
-    key = pattern.rotate(key.to(compute_dtype(key)), torch.arange(pattern.chunk_size, device="cpu")) * float(not first)
+    key, value, *sinks = arrived
+    places = torch.arange(pattern.chunk_size, device="cpu")
+    key = pattern.rotate(key.to(compute_dtype(key)), places) * float(not exchange.first)
     half = (segments.clock.position // pattern.chunk_size + 1).to(value.device) % 2
-    arrived = AttentionState(_ring(key, half), _ring(value, half))
-    if state is None:
-        return arrived
-    return AttentionState(state.keys + arrived.keys, state.values + arrived.values)
+    keys, values = _ring(key, half), _ring(value, half)
+    first = sinks_before(None if state is None else state.sinks, sinks, exchange) if sinks else None
+    if state is not None:
+        keys, values = state.keys + keys, state.values + values
+    return AttentionState(keys, values, first)
 
 
 def _ring(chunk: Tensor, half: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ and scores s_j of the sinks outside it,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from gecko.ops.chunk_attention.chunked import Pattern, SinkTokens
 from gecko.ops.common import compute_dtype
 from gecko.ops.rotary import rotate
 from gecko.runtime.tensors import to_device
-from gecko.segments import Segments
+from gecko.segments import ContextExchange, Segments
 
 
 class SinkPlaces(NamedTuple):
@@ -70,7 +71,7 @@ def with_sinks(
         scores = (turned @ keys.mT).squeeze(3).masked_fill(~places.visible[:, None], -torch.inf)
         weights = torch.cat([log_sums.unsqueeze(-1), scores], -1).softmax(-1).to(v.dtype)
         out = weights[..., :1] * out + (weights[..., None, 1:] @ values).squeeze(3)
-    return out, _sinks_after(pattern, segments, k, v, state)
+    return out, sinks_after(pattern, segments, k, v, state)
 
 
 def _found(pattern: Pattern, place: Tensor, k: Tensor, v: Tensor, state: SinkTokens) -> tuple[Tensor, Tensor]:
@@ -91,10 +92,26 @@ def _found(pattern: Pattern, place: Tensor, k: Tensor, v: Tensor, state: SinkTok
     return or_held(keys, state.keys), or_held(pick(v), state.values)
 
 
-def _sinks_after(pattern: Pattern, segments: Segments, k: Tensor, v: Tensor, state: SinkTokens) -> SinkTokens:
-    """Return the sinks of the document that the last token belongs to; zero where it has fewer tokens."""
+def sinks_after(pattern: Pattern, segments: Segments, k: Tensor, v: Tensor, state: SinkTokens | None) -> SinkTokens:
+    """Return the sinks of the document that the last token belongs to; zero where it has fewer tokens, or where they
+    were before the call and ``state`` is None."""
+    if state is None:
+        state = SinkTokens(*(x.new_zeros(*x.shape[:2], pattern.sinks, x.shape[3]) for x in (k, v)))
     place = _places(pattern, segments)[:, -1:]
     read = (segments.end.position - segments.clock.position)[:, None, None]
     there = to_device(place < read, k.device)[:, None, 0, :, None]
     keys, values = (x.squeeze(2) for x in _found(pattern, place, k, v, state))
     return SinkTokens(torch.where(there, keys, 0), torch.where(there, values, 0))
+
+
+def sinks_before(state: SinkTokens | None, arrived: Sequence[Tensor], exchange: ContextExchange) -> SinkTokens:
+    """Return the sinks of the document that is open before the first token of a context rank.
+
+    Args:
+        state: that before the call on rank 0; on the other ranks it is None.
+        arrived: (R − 1, B, K, sinks, width), keys and values of ``sinks_after`` on earlier ranks, without their state.
+            Each sink is on one rank.
+    """
+    of_document = (exchange.counts > 0)[:, :, None, None, None]
+    keys, values = (torch.where(of_document, x, 0).sum(0) for x in arrived)
+    return SinkTokens(keys, values) if state is None else SinkTokens(state.keys + keys, state.values + values)
