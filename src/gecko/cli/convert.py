@@ -20,9 +20,10 @@ TRANSFORMERS, ONNX = "transformers", "onnx"
 class Convert(Command):
     """Convert a model of another format to a model folder of this package.
 
-    It reads checkpoints of the reference release of Gecko or Megalodon, and Llama, Mistral, Qwen2, Qwen3 and SmolLM2
-    from folders of transformers and GGUF files. These compute what they computed, up to two chunks of a text; after
-    that they see two chunks and the first tokens. What a Gecko block cannot compute is refused by its field's name.
+    It reads checkpoints of the authors (Gecko, Megalodon, and Gekko with its tensor ranks), and Llama, Mistral, Qwen2,
+    Qwen3 and SmolLM2 from folders of transformers and GGUF files. These compute what they computed, up to two chunks of
+    a text; after that they see two chunks and the first tokens. What a Gecko block cannot compute is refused by its
+    field's name.
 
     The folder can be opened with `gecko.load` and with every command. Weights keep their values, in the widest dtype
     among them; quantised numbers become float32. The tokenizer is copied. No code in the files is run.

@@ -12,7 +12,8 @@ import torch
 
 from gecko.convert.gguf_file import SMOLLM2, read_gguf, read_smollm2
 from gecko.convert.llama import LlamaSource, in_gecko, read_folder, write_card
-from gecko.convert.release import from_reference, read_release, to_reference
+from gecko.convert.release import from_reference, to_reference
+from gecko.convert.release_files import read_release
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
 from gecko.io.files import read_object, whole_folder
 from gecko.io.model_folder import CONFIG
@@ -45,7 +46,8 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
         kind = f"{llama.origin.name} in a Gecko block"
     elif (chunk_size, sinks) == (None, None):
         config, weights = from_reference(*read_release(path))
-        kind = "Megalodon" if config.memory == "none" else "Gecko"
+        later = "Gekko" if config.queries_and_keys == "separate" else "Gecko"
+        kind = "Megalodon" if config.memory == "none" else later
     else:
         raise ValueError("--chunk and --sinks choose the window of a Llama; a release has its own chunk_size.")
     widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()))

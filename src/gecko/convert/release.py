@@ -1,22 +1,19 @@
-"""Read checkpoints of the reference releases, and convert them by one table of names.
+"""Convert config and weights of the reference releases by tables of names.
 
-Gecko's release converts in both directions. Megalodon's release has the same names and converts to Gecko only. A
-release is a folder with ``consolidated.pth`` and ``config.json``.
+Gecko's release converts in both directions. Megalodon's release has the same names and converts to Gecko only, and so
+does Gekko, the authors' later design.
 """
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
-from gecko.io.files import read_object
 from gecko.records import unknown_name
 
 FIELDS = {
@@ -58,6 +55,14 @@ TOP = {
     "output.output.weight": "head.weight",
 }
 
+FEED_FORWARD = {
+    "nffn.norm.weight": "feed_forward.norm.weight",
+    "nffn.norm.bias": "feed_forward.norm.bias",
+    "nffn.fc1.weight": "feed_forward.fc1.weight",
+    "nffn.fc2.weight": "feed_forward.fc2.weight",
+    "nffn.fc3.weight": "feed_forward.fc3.weight",
+}
+
 BLOCK = {
     "mega.timenorm.weight": "mixer.norm.weight",
     "mega.timenorm.bias": "mixer.norm.bias",
@@ -78,11 +83,7 @@ BLOCK = {
     "mega.wh2.weight": "mixer.to_output.weight",
     "mega.gamma": "mixer.scale",
     "mega.beta": "mixer.offset",
-    "nffn.norm.weight": "feed_forward.norm.weight",
-    "nffn.norm.bias": "feed_forward.norm.bias",
-    "nffn.fc1.weight": "feed_forward.fc1.weight",
-    "nffn.fc2.weight": "feed_forward.fc2.weight",
-    "nffn.fc3.weight": "feed_forward.fc3.weight",
+    **FEED_FORWARD,
     "nffn.alpha": "feed_forward.scale",
 }
 
@@ -93,6 +94,59 @@ _IRRELEVANT = (
 """Reference fields without effect on weights or on outputs in evaluation."""
 _PRIORS = ("prior_count", "prior_mean", "prior_var", "prior_logv")
 
+GEKKO_FIELDS = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_layers",
+    "model_dim": "model_dim",
+    "num_heads": "num_heads",
+    "ffn_hidden_dim": "ffn_dim",
+    "chunk_size": "chunk_size",
+    "causal_conv_width": "convolution_width",
+    "attn_gate_func": "gate_activation",
+    "apply_bias_term": "gate_bias",
+    "timenorm_num_groups": "timestep_groups",
+    "layernorm_num_groups": "norm_groups",
+    "timenorm_eps": "timestep_eps",
+    "layernorm_eps": "norm_eps",
+    "rmsnorm_eps": "rms_eps",
+    "rope_base": "rope_base",
+    "swiglu": "swiglu",
+    "scale_emb": "scale_embedding",
+}
+"""Field of a Gekko's config → field of this package. ``_gekko_config`` reads sizes of heads, betas and the rule."""
+
+_GEKKO_ONLY: dict[str, tuple[Any, ...]] = {
+    "arch": ("gekko",), "attn_act_func": ("softmax",), "residual_func": ("base", "add"), "apply_rmsnorm": (False,),
+    "causal_conv_weight_normalization": (True,), "norm_affine": (True,), "num_experts": (0,), "num_values": (0,),
+    "num_dense_layers": (None,), "awm_orthogonal_update": (False, True),
+}  # fmt: skip
+"""Fields of which a Gecko block computes only these values; the first is meant where the field is missing."""
+_GEKKO_SIZES = ("num_kv_heads", "head_dim", "v_head_dim", "rope_head_dim", "timenorm_beta1", "timenorm_beta2")
+_GEKKO_IRRELEVANT = (
+    *_IRRELEVANT, "output_size", "ddp_backend", "qknorm", "apply_attn_gate", "num_activated_values",
+    "num_activated_experts", "num_shared_experts", "expert_inter_dim", "residual_heads", "fused_block",
+)  # fmt: skip
+"""Fields without effect on a Gekko's outputs in evaluation, as are those of ``_GEKKO_WORDS``."""
+_GEKKO_WORDS = ("init_", "moe_", "recompute_"), ("_backend",)
+"""How more of them start and end."""
+
+GEKKO_BLOCK = {
+    "gda.timenorm.weight": "mixer.norm.weight",
+    "gda.timenorm.bias": "mixer.norm.bias",
+    "gda.wq.weight": "mixer.to_query.weight",
+    "gda.wk.weight": "mixer.to_key.weight",
+    "gda.wv.weight": "mixer.to_value.weight",
+    "gda.wv.bias": "mixer.to_value.bias",
+    "gda.wr.weight": "mixer.to_gate.weight",
+    "gda.wr.bias": "mixer.to_gate.bias",
+    "gda.wo.weight": "mixer.to_output.weight",
+    "gda.taps": "mixer.taps",
+    "gda.query_norm.weight": "mixer.query_norm.weight",
+    "gda.key_norm.weight": "mixer.key_norm.weight",
+    **FEED_FORWARD,
+}
+"""Names of a Gekko. ``gda.taps`` joins q_conv, k_conv and v_conv."""
+
 
 def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[GeckoConfig, dict[str, Tensor]]:
     """Convert config and weights of a reference release to those of ``Gecko``.
@@ -100,17 +154,20 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tu
     Complex parameters become (real, imaginary) pairs. Rotary tables and the empty priors of norms are dropped.
 
     Raises:
-        ValueError: a field or parameter is unknown, the output size differs from the vocabulary, or a prior is not
-            empty.
+        ValueError: a field or parameter is unknown, a Gecko block does not compute a field's value, the output size
+            differs from the vocabulary, or a prior is not empty.
     """
+    later = "arch" in config
     ours = _config({**config, "vocab_size": _vocab_size(config, state)})
     derived = {name for name in state if name == "rope.freqs" or name.rsplit(".", 1)[-1] in _PRIORS}
     for name in derived:
-        if name.endswith("prior_count") and bool((state[name] != 0).any()):
+        if (later or name.endswith("prior_count")) and bool((state[name] != 0).any()):
             found = state[name].tolist()
             raise ValueError(f"{name} must be 0 (no prior statistics), as in published checkpoints; got {found}.")
     kept = {name: tensor for name, tensor in state.items() if name not in derived}
-    weights = renamed(kept, all_names(TOP, BLOCK, "layers", ours.num_layers), "reference parameter")
+    kept = _with_taps(ours, kept) if later else kept
+    block = GEKKO_BLOCK if later else BLOCK
+    weights = renamed(kept, all_names(TOP, block, "layers", ours.num_layers), "reference parameter")
     weights = {name: _plain(name, tensor) for name, tensor in weights.items()}
     return ours, with_tied_head(weights, "share_emb") if ours.tie_embedding else weights
 
@@ -135,6 +192,8 @@ def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[di
 def _config(config: Mapping[str, Any]) -> GeckoConfig:
     if config.get("output_size", -1) not in (-1, config["vocab_size"]):
         raise ValueError(f"output_size must be -1 or vocab_size {config['vocab_size']}; got {config['output_size']}.")
+    if "arch" in config:
+        return _gekko_config(config)
     if "norm_num_groups" not in config:
         betas = (config.get("timenorm_beta1", 0.999), config.get("timenorm_beta2", 0.9999))
         fields = _translated(config, FIELDS, "timenorm_beta1", "timenorm_beta2")
@@ -144,6 +203,65 @@ def _config(config: Mapping[str, Any]) -> GeckoConfig:
     given = {name: value for name, value in config.items() if not (name == "rope_base" and value is None)}
     fields = _translated(given, known | {"norm_num_groups": "timestep_groups"})
     return GeckoConfig.from_dict({**MEGALODON_DEFAULTS, **fields, **MEGALODON})
+
+
+def _gekko_config(config: Mapping[str, Any]) -> GeckoConfig:
+    known = {*GEKKO_FIELDS, *_GEKKO_ONLY, *_GEKKO_SIZES, *_GEKKO_IRRELEVANT}
+    for name, value in config.items():
+        if name in _GEKKO_ONLY and value not in _GEKKO_ONLY[name]:
+            wanted = " or ".join(map(repr, _GEKKO_ONLY[name]))
+            raise ValueError(f"{name} must be {wanted}, which a Gecko block computes; got {value!r}.")
+        if name not in known and not (name.startswith(_GEKKO_WORDS[0]) or name.endswith(_GEKKO_WORDS[1])):
+            raise ValueError(unknown_name("reference config field", name, known))
+    for name in (*GEKKO_FIELDS, "timenorm_beta1", "timenorm_beta2"):
+        if name not in config:
+            raise ValueError(f"the config of a Gekko must have {name}; it has {', '.join(sorted(config))}.")
+    heads = _size(config, "num_heads", 1)
+    own = _size(config, "num_kv_heads", 1, heads)
+    key = _size(config, "head_dim", 1, _size(config, "model_dim", 1) // heads)
+    value, rotated = _size(config, "v_head_dim", 1, key), _size(config, "rope_head_dim", 0, key)
+    if rotated > key or rotated % 2:
+        raise ValueError(f"rope_head_dim must be even and at most head_dim={key}; got {rotated}.")
+    fields = {ours: config[theirs] for theirs, ours in GEKKO_FIELDS.items()}
+    fields["timestep_eps"] = None if fields["timestep_eps"] == fields["norm_eps"] else fields["timestep_eps"]
+    orthogonal = bool(config.get("awm_orthogonal_update"))
+    if orthogonal and config["rmsnorm_eps"] != 1e-6:
+        raise ValueError(f"rmsnorm_eps must be 1e-6 with awm_orthogonal_update; got {config['rmsnorm_eps']!r}.")
+    ours = GeckoConfig.preset(
+        "gekko-tiny", **fields, memory="orthogonal" if orthogonal else "adaptive",
+        timestep_betas=(config["timenorm_beta1"], config["timenorm_beta2"]), key_dim=heads * key,
+        value_dim=heads * value, key_value_heads=None if own == heads else own, rope_heads=None if rotated else 0,
+    )  # fmt: skip
+    if rotated in (0, key):
+        return ours
+    angles = [ours.rope_base ** (-2 * i / rotated) if 2 * i < rotated else 0.0 for i in range(key // 2)]
+    return replace(ours, rope_frequencies=tuple(angles))
+
+
+def _size(config: Mapping[str, Any], name: str, least: int, default: int | None = None) -> int:
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}.")
+    return value
+
+
+def _with_taps(config: GeckoConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of a Gekko with the taps of each layer in one. A key norm without a weight gets zeros,
+    which change nothing: earlier commits of the authors' code have none."""
+    keys, values = (config.num_key_value_heads * x for x in (config.key_head_dim, config.value_head_dim))
+    kept = dict(state)
+    for layer in range(config.num_layers):
+        taps, prefix = [], f"layers.{layer}.gda"
+        for part, channels in (("q", config.key_dim), ("k", keys), ("v", values)):
+            name, shape = f"{prefix}.{part}_conv.weight", (channels, config.convolution_width)
+            found = kept.pop(name, None)
+            if found is None or found.shape != shape:
+                given = "nothing" if found is None else f"one of {tuple(found.shape)}"
+                raise ValueError(f"{name} must be a tensor of shape {shape}; the checkpoint holds {given}.")
+            taps.append(found)
+        kept[f"{prefix}.taps"] = torch.cat(taps)
+        kept.setdefault(f"{prefix}.key_norm.weight", taps[0].new_zeros(keys))
+    return kept
 
 
 def _translated(config: Mapping[str, Any], fields: Mapping[str, str], *others: str) -> dict[str, Any]:
@@ -191,68 +309,3 @@ def with_tied_head(weights: dict[str, Tensor], field: str) -> dict[str, Tensor]:
     if not torch.equal(weights.get("head.weight", embedding), embedding):
         raise ValueError(f"{field} says that embedding and output are one; the checkpoint holds two that differ.")
     return {**weights, "head.weight": embedding}
-
-
-CONFIG, WEIGHTS = "config.json", "consolidated.pth"
-
-
-def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the config fields and the parameters of a release, for ``gecko.convert.from_reference``.
-
-    Only tensors are read from the file (``weights_only``); no code in it runs.
-
-    Args:
-        source: the folder, or the weights file in it, which may have any name.
-
-    Raises:
-        FileNotFoundError: the folder or one of the files is missing.
-        ValueError: the weights are in several files, or a file has other content.
-    """
-    source = Path(source).expanduser()
-    weights = source if source.is_file() else _find_weights(source)
-    return _read_config(weights.with_name(CONFIG)), _read_weights(weights)
-
-
-def _find_weights(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"SOURCE must be a folder with {WEIGHTS} and {CONFIG}, or a .pth file; there is no {folder}."
-        )
-    found = sorted(folder.glob("*.pth"))
-    if (folder / WEIGHTS).is_file():
-        return folder / WEIGHTS
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise FileNotFoundError(f"{folder} must hold {WEIGHTS}, the release's weights; it has no .pth file.")
-    raise ValueError(
-        f"{folder} must hold the weights in one {WEIGHTS}; it has {len(found)} .pth files, from {found[0].name} to "
-        f"{found[-1].name}. Consolidate them with the release's own script for one model-parallel rank, or name one."
-    )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"the release's {CONFIG} must lie beside the weights; there is no {path}.")
-    config = read_object(path, "the release's config")
-    config = config.get("model", config)
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold an object under 'model', if it has one; got a {type(config).__name__}.")
-    if "model_type" in config:
-        raise ValueError(f"{path} is of a {config['model_type']!r} folder, not of a reference release.")
-    return config
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} must hold tensors as torch.save writes them, and nothing else; it holds something that could be "
-            "code, and was not opened."
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} must be a file written by torch.save; it could not be read: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise ValueError(f"{path} must hold parameters by name; it holds a {type(state).__name__} of other things.")
-    return state
