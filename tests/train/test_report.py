@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from gecko.io.checkpoints import read_manifest
 from gecko.models.gecko import Gecko
 from gecko.pages import chunk_borders
 from gecko.runtime.process import code_name, code_version
+from gecko.runtime.tensors import memory_gib
 from gecko.train import Run, SampleSettings, replayed, train
 from gecko.train import throughput as utilisation
 from gecko.train.checkpoints.folders import write_manifest
@@ -325,8 +327,8 @@ def test_memory_is_counted_in_the_unit_of_the_system(
     monkeypatch: pytest.MonkeyPatch, platform: str, reported: int
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(utilisation.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=reported))
-    assert utilisation.memory_gib(torch.device("cpu")) == 3
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=reported))
+    assert memory_gib(torch.device("cpu")) == 3
 
 
 @pytest.mark.parametrize("name", PRESETS)

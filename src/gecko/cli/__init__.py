@@ -16,7 +16,7 @@ from gecko.cli.command import Command, function_of
 from gecko.cli.common import ErrorReportingGroup, echo
 from gecko.cli.convert import Average, Consolidate, Convert, Distill, Export, Quantize
 from gecko.cli.doctor import Doctor
-from gecko.cli.eval import Academic, Diagnose, Perplexity, Positions, Retrieval, Scrolls
+from gecko.cli.eval import Academic, Diagnose, Perplexity, Positions, Retrieval, Scrolls, Speed
 from gecko.cli.generate import Chat, Generate, Serve
 from gecko.cli.plan import Info, PlanTraining
 from gecko.cli.states import Diff, Read, Show
@@ -41,7 +41,7 @@ _COMMANDS: dict[str, dict[str, type[Command]]] = {
 """Commands by name, in the panels of the help."""
 _EVALUATIONS: dict[str, type[Command]] = {
     "perplexity": Perplexity, "positions": Positions, "retrieval": Retrieval, "diagnose": Diagnose,
-    "academic": Academic, "scrolls": Scrolls,
+    "speed": Speed, "academic": Academic, "scrolls": Scrolls,
 }  # fmt: skip
 _STATES: dict[str, type[Command]] = {"show": Show, "diff": Diff}
 

@@ -245,6 +245,26 @@ class Diagnose(ReportedEvaluation):
         return results, {"name": f"from scratch, {self.task}", **described}, device
 
 
+class Speed(ModelEvaluation):
+    """Measure speed and memory by the length of a text: reading it, the first new token and further ones.
+
+    **Example**
+
+        gecko eval speed runs/demo --lengths 1K,16K,256K --out speed.json
+    """
+
+    lengths: str = option("1K,4K,16K", metavar="L,...")
+    """Lengths in tokens."""
+    repeats: int = option(5, min=1)
+    """Measurements per length, after one for a warm start."""
+
+    def prepare(self) -> Measure:
+        from gecko.eval.speed import speed
+
+        lengths = _sizes("--lengths", self.lengths)
+        return lambda model, report: speed(model, lengths, self.repeats, report)
+
+
 class Academic(SeededEvaluation):
     """Evaluate the short tasks of the paper's Table 1 with lm-evaluation-harness.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -166,11 +166,15 @@ class GeckoModel:
                 logits = torch.cat([logits, later[0]])
             return _predicted(logits, tokens)
 
-    def write(self, after: Prefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
-        stream = TokenStream(
+    def stream(self, after: Prefill, max_new_tokens: int, stop_tokens: Collection[int] = ()) -> TokenStream:
+        """Return the stream of the greedy continuation, which ends before a stop token."""
+        return TokenStream(
             self.model, [after], seeds=[0], sampling=Sampling(temperature=0), max_new_tokens=max_new_tokens,
-            stop_tokens={self.tokenizer.document_end},
+            stop_tokens=stop_tokens,
         )  # fmt: skip
+
+    def write(self, after: Prefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
+        stream = self.stream(after, max_new_tokens, {self.tokenizer.document_end})
         return "".join(TextStream(stream, self.tokenizer, stops))
 
 
@@ -251,11 +255,14 @@ class LlamaModel:
                 logits = torch.cat([logits, self.model.lm_head(hidden[0])])
             return _predicted(logits, tokens)
 
+    def stream(self, after: LlamaPrefill, max_new_tokens: int, stop_tokens: Collection[int] = ()) -> LlamaStream:
+        """Return the stream of the greedy continuation, which ends before a stop token."""
+        return LlamaStream(
+            self.model, after, seed=0, temperature=0, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
+        )
+
     def write(self, after: LlamaPrefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
-        stream = LlamaStream(
-            self.model, after, seed=0, temperature=0, max_new_tokens=max_new_tokens,
-            stop_tokens={self.tokenizer.document_end},
-        )  # fmt: skip
+        stream = self.stream(after, max_new_tokens, {self.tokenizer.document_end})
         text = TextStream(stream, self.tokenizer, stops)
         written = "".join(text)
         self._update_longest(after.cache.length + text.num_tokens)

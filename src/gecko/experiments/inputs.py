@@ -16,7 +16,7 @@ from gecko.train.metrics import METRICS, read_metrics, read_sessions
 from gecko.train.settings import ScheduleSettings
 
 RECIPE, COMPARISON, COMPARISON_FORMAT = "recipe.json", "comparison.json", "gecko-comparison-1"
-EVALUATIONS = ("perplexity", "positions", "retrieval", "diagnose", "academic", "scrolls")
+EVALUATIONS = ("perplexity", "positions", "retrieval", "diagnose", "speed", "academic", "scrolls")
 _FIELDS = ("evaluation", "model", "command", "seed", "settings", "scores", "details")
 _EXPECTED = (
     "a report is made from folders of runs (recipe.json), folders of `gecko compare` (comparison.json) and result "

@@ -287,6 +287,8 @@ def _compared(file: EvaluationFile, details: Mapping[str, Any], n: int) -> tuple
         return f"{named} ({amount}, tokenizer {tokenizer})", texts, tokenizer, length, segments
     if file.kind == "retrieval":  # depths may differ: each is a row
         return named, settings["task"], texts, details.get("words")
+    if file.kind == "speed":
+        return "; ".join([*file.record.get("hardware", {}).values(), str(file.record["model"].get("dtype"))]), ""
     if file.kind == "diagnose":
         size, chunk = settings["size"], settings["config"].get("chunk_size", PIECE)
         about = (

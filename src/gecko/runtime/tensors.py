@@ -1,8 +1,9 @@
-"""Nested, immutable records of tensors, copies for which the host does not wait, and modules without memory."""
+"""Nested, immutable records of tensors, copies for which the host does not wait, and memory: none, and the peak."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -112,3 +113,13 @@ class _WithoutRandomNumbers(TorchFunctionMode):
         if func in _RANDOM:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return the peak memory of this process so far in GiB: of the GPU, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # Windows has none
+
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -10,8 +10,6 @@ import functools
 import os
 import platform
 import re
-import resource
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -130,14 +128,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         if known is not None:
             return known
     return _measured_flops(device, dtype, torch.get_num_threads())
-
-
-def memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process so far in GiB: of the GPU, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def mfu_per_speed(run: Run, device: torch.device, devices: int) -> float:

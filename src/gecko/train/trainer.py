@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import DelayedSum, Ranks
 from gecko.runtime.process import SteadyCollection
+from gecko.runtime.tensors import memory_gib
 from gecko.state import GeckoState
 from gecko.train.budget import RunClock
 from gecko.train.checkpoints.checkpointer import Checkpointer
@@ -44,7 +45,7 @@ from gecko.train.step import (
     learning_rate_factor,
     split_batch,
 )
-from gecko.train.throughput import ProfileWindow, memory_gib, mfu_per_speed
+from gecko.train.throughput import ProfileWindow, mfu_per_speed
 
 
 @dataclass

@@ -314,6 +314,21 @@ def synthetic_section(rows: Sequence[Row], _: Mapping[str, Sequence[Row]]) -> li
     return [Section("Synthetic tasks", intro, pictures, tables)]
 
 
+def speed_section(rows: Sequence[Row], _: Mapping[str, Sequence[Row]]) -> list[Section]:
+    """Return the section with a picture of each score for each machine and dtype."""
+    pictures, tables = [], []
+    heads = {"length": lambda row: token_count(row.case["length"]), "score": lambda row: row.score}
+    for group in _by_text(rows):
+        machine = group[0].text[0]
+        for score, mine in grouped(group, lambda row: row.score).items():
+            figure = length_figure(by_model(mine), "length", "length of the text, tokens", score)
+            caption = f"{score[0].upper()}{score[1:]}, by the length of the text before. Bars, for one file: 95 %."
+            pictures.append(Picture(figure, f"{caption} On {machine}."))
+        tables.append(score_table(f"Speed on {machine}", group, heads, folded=True))
+    intro = "One text at a time. Speeds of other machines and dtypes have their own pictures."
+    return [Section("Speed and memory by length", intro, pictures, tables)]
+
+
 _SECTIONS: Mapping[str, Callable[[Sequence[Row], Mapping[str, Sequence[Row]]], list[Section]]] = {
     "perplexity": perplexity_section,
     "positions": positions_section,
@@ -323,6 +338,7 @@ _SECTIONS: Mapping[str, Callable[[Sequence[Row], Mapping[str, Sequence[Row]]], l
     "scrolls": _task_section("Questions about long documents", "SCROLLS, asked and scored as in the paper's Table 2.",
                              OF_HUNDRED, "scrolls"),
     "diagnose": synthetic_section,
+    "speed": speed_section,
 }  # fmt: skip
 
 TABLES = ("training_loss", "academic", "academic_1b", "scrolls")
