@@ -52,7 +52,7 @@ def frontier(points: Points) -> Points:
     """Return the points (FLOPs, loss) that no other one with as many FLOPs or fewer beats, by FLOPs."""
     kept: Points = []
     for flops, loss in sorted(points):
-        if not kept or (loss < kept[-1][1] and flops > kept[-1][0]):
+        if not kept or loss < kept[-1][1]:
             kept.append((flops, loss))
     return kept
 
