@@ -13,7 +13,7 @@ number of pairs grows to its size in the first half of training, which ends earl
 and the linear rule also hold summaries of the last two chunks: their whole state is 3.5 to 7 times the matrix. The
 delta rules write every token, with keys of length 1, in the place of the memory in Gekko's block, which has short
 convolutions, separate queries and keys, and a norm of the output, as the published forms have; it has no SiLU on
-queries and keys. The package has no orthogonal update. Of four learning rates each form has the one with the least loss
+queries and keys. Of four learning rates each form has the one with the least loss
 in the middle cell, on rows of the tuning split.
 
 **Margin**, stated before the first run: in a cell two forms differ if the 95 % interval over three seeds of the paired
@@ -148,6 +148,7 @@ FORMS = {
     ),
     "adaptive, gated interpolation": Form(lambda _: {"gate": "sum", "memory_gate_channels": 1}, group="later"),
     "Gekko (adaptive, keys as projected)": Form(preset="gekko-tiny", group="later"),
+    "Gekko, orthogonal update": Form(lambda _: {"memory": "orthogonal"}, preset="gekko-tiny", group="later"),
     LINEAR: Form(lambda _: {"memory": "linear"}, group="llama"),
     "DeltaNet": Form(preset="gekko-tiny", mixer=DeltaNet, group="delta"),
     "gated DeltaNet": Form(preset="gekko-tiny", mixer=GatedDeltaNet, group="delta"),

@@ -30,7 +30,10 @@ from gecko.config import PRESETS
         ({"vocab_size": "64"}, "vocab_size must be a whole number of at least 1; got '64'"),
         ({"cema_modes": True}, "cema_modes must be a whole number of at least 1; got True"),
         ({"attention": "sliding"}, "attention must be one of .*got 'sliding'. Did you mean 'sliding_chunk'"),
-        ({"memory": "adaptve"}, "memory must be one of adaptive, linear, none; got 'adaptve'. Did you mean 'adaptive'"),
+        (
+            {"memory": "adaptve"},
+            "memory must be one of adaptive, linear, none, orthogonal; got 'adaptve'. Did you mean 'adaptive'",
+        ),
         ({"cema_skip": None}, "cema_skip must be one of identity, learned; got 'None'"),
         ({"num_heads": 5}, "num_heads must divide key_dim; got 5 and 16. Try num_heads=4"),
         ({"value_dim": 25}, "num_heads must divide value_dim; got 2 and 25. Try num_heads=1"),

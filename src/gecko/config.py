@@ -14,7 +14,7 @@ from gecko.io.files import parse_object
 from gecko.records import Range, build, check, unknown_name
 
 Attention = Literal["sliding_chunk", "chunk", "sliding_window"]
-Memory = Literal["adaptive", "linear", "none"]
+Memory = Literal["adaptive", "linear", "orthogonal", "none"]
 CEMASkip = Literal["identity", "learned"]
 QueriesAndKeys = Literal["shared", "separate"]
 Gate = Literal["attention", "sum", "none"]
@@ -111,7 +111,7 @@ class GeckoConfig(Architecture):
     attention: Attention = "sliding_chunk"
     """Keys of a query: two chunks (sliding_chunk), its chunk (chunk), or the last c tokens (sliding_window)."""
     memory: Memory = "adaptive"
-    """Memory of tokens that have left the window: adaptive (AWM), linear (Infini-attention), none."""
+    """Memory of what left the window: adaptive (AWM), orthogonal (AWM of a Gekko), linear (Infini-attention), none."""
     memory_key_length: Annotated[float, real(above=0)] = 1.0
     """Initial length of the memory's queries and keys in every head; 1 in the paper.
     With about √key_head_dim, the memory separates keys from the first step (docs/evidence.md)."""

@@ -253,6 +253,15 @@ class Segments:
         ends = None if self.ends is None else self.ends[index]
         return Segments(len(rows), self.length, clock, starts, self.last_id[index], self.device, ends=ends)
 
+    def part(self, begin: int, end: int) -> Segments:
+        """Return the layout of tokens ``begin`` to ``end`` − 1 of all rows, which hold no padding."""
+        start = self.document_starts[:, begin - 1] if begin else self.clock.document_start
+        return replace(
+            self, length=end - begin, starts=None if self.starts is None else self.starts[:, begin:end],
+            clock=replace(self.clock, position=self.clock.position + begin, document_start=start),
+            at_start=self.at_start and begin == 0, _shared={},
+        )  # fmt: skip
+
     def unpadded(self) -> Segments:
         """Return this layout without the padding at its end; all rows must have the same length."""
         assert self.ends is not None, "there must be padding"

@@ -70,6 +70,15 @@ def test_steps_in_c_are_calls_in_float64(variant: str) -> None:
         assert decoder.state(slot).position == [len(text)]
 
 
+def test_a_memory_that_c_does_not_know_is_decoded_in_pytorch() -> None:
+    model, text = cases.model("gecko", torch.float32, memory="orthogonal"), cases.tokens(1, 5 + STEPS)
+    decoder = start(model, [text[0, :5]])
+    assert decoder.backend is None
+    with torch.no_grad():
+        expected, _ = copy.deepcopy(model).double()(text)
+    torch.testing.assert_close(run(decoder, text[:, 5:]).double(), expected[:, 5:], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("memory", ["adaptive", "linear"])
 def test_sizes_need_not_fill_registers(memory: Literal["adaptive", "linear"]) -> None:
     sizes = {"model_dim": 20, "key_dim": 12, "value_dim": 10, "ffn_dim": 19, "cema_modes": 3, "chunk_size": 7}

@@ -20,6 +20,7 @@ STARTS = (0, 3, 2 * cases.CHUNK + 2)
 
 DESIGNS: dict[str, dict[str, Any]] = {
     **{name: cases.VARIANTS[name] for name in ("gekko", "later-gecko", "paper")},
+    "orthogonal": {**cases.VARIANTS["gekko"], "memory": "orthogonal", "rms_eps": 1e-6},
     "gekko-tiny": {**PRESETS["gekko-tiny"].to_dict(), "chunk_size": cases.CHUNK, "num_layers": 1},
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Megalodon": {"memory": "none", "attention": "sliding_window", "timestep_betas": None, "cema_skip": "learned"},
     "Llama": {**cases.LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 2, "bfloat16_window": True},
     "Gekko": {**PRESETS["gekko-tiny"].to_dict(), "chunk_size": 8, "num_layers": 1},
+    "orthogonal": {"memory": "orthogonal"},
 }
 
 

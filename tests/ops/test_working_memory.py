@@ -38,7 +38,7 @@ def _inputs(length: int) -> list[torch.Tensor]:
     return [torch.randn(1, 2, length, d, generator=generator, dtype=torch.float64) for d in (3, 3, 4)]
 
 
-@pytest.mark.parametrize("rule", ["adaptive", "linear"])
+@pytest.mark.parametrize("rule", ["adaptive", "linear", "orthogonal"])
 def test_a_query_reads_exactly_the_chunks_before_the_window(rule):
     q, k, v = _inputs(45)
     v.requires_grad_()
@@ -49,7 +49,7 @@ def test_a_query_reads_exactly_the_chunks_before_the_window(rule):
         assert read == [key // C <= query // C - 2 for key in range(45)]
 
 
-@pytest.mark.parametrize("rule", ["adaptive", "linear"])
+@pytest.mark.parametrize("rule", ["adaptive", "linear", "orthogonal"])
 def test_only_the_last_document_of_a_chunk_enters(rule):
     """A document that starts inside a chunk is stored from its start on; earlier tokens of the chunk are not."""
     q, k, v = _inputs(45)
@@ -60,7 +60,8 @@ def test_only_the_last_document_of_a_chunk_enters(rule):
     assert (grad != 0).any(-1).all(1)[0].tolist() == [11 <= key < 32 for key in range(45)]
 
 
-def test_adaptive_memory_is_the_equations():
+@pytest.mark.parametrize("rule", ["adaptive", "orthogonal"])
+def test_adaptive_memories_are_the_equations(rule):
     """Compute chunk by chunk as in the paper, with the whole text in one document."""
     q, k, v = _inputs(5 * C)
     chunks = [x.unflatten(2, (-1, C)) for x in (q, k, v)]
@@ -71,10 +72,14 @@ def test_adaptive_memory_is_the_equations():
             log_w = key.logsumexp(2)
             log_z = log_w if log_z is None else torch.logaddexp(log_z, log_w)
             rho = (log_w - log_z).exp().unsqueeze(-1)
-            written = key.softmax(2).mT @ (value - key.softmax(-1) @ memory)
+            known = key.softmax(-1) @ memory
+            if rule == "orthogonal":
+                unit = known / (known.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+                known = (value * unit).mean(-1, keepdim=True) * unit
+            written = key.softmax(2).mT @ (value - known)
             memory = (1 - rho) * memory + rho * written
         outputs.append(chunks[0][:, :, u].softmax(-1) @ memory)
-    torch.testing.assert_close(working_memory(q, k, v, C)[0], torch.cat(outputs, dim=2))
+    torch.testing.assert_close(working_memory(q, k, v, C, rule=rule)[0], torch.cat(outputs, dim=2))
 
 
 def test_linear_memory_is_the_delta_rule():

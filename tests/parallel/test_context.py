@@ -127,6 +127,12 @@ def test_calls_that_are_not_whole_chunks_are_refused_on_all_ranks_alike(on_four_
     assert len(set(answers)) == 1
 
 
+@pytest.mark.parametrize(("variant", "field"), [("gekko", "convolution_width"), ("orthogonal", "memory=orthogonal")])
+def test_what_ranks_cannot_share_is_refused_by_the_field_s_name(variant, field):
+    with pytest.raises(ValueError, match=field):
+        cases.model(variant)(cases.tokens(1, 16), context=object())
+
+
 def test_rows_that_do_not_divide_are_refused(on_four_ranks):
     assert "multiple of ranks" in on_four_ranks(slice_refusal, 40)[0]
 

@@ -26,7 +26,8 @@ MEGALODON = {
     "two_hop_residual": True,
 }  # fmt: skip
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"memory": "none"}, {"memory": "linear"}, {"attention": "sliding_window"}, {"vocab_size": 1000},
+    {}, {"memory": "none"}, {"memory": "linear"}, {"memory": "orthogonal"},
+    {"attention": "sliding_window"}, {"vocab_size": 1000},
     {"key_dim": 256, "value_dim": 512, "cema_modes": 8}, {"timestep_groups": 32, "model_dim": 64}, MEGALODON,
 ]  # fmt: skip
 TINY = get_recipe("tiny")

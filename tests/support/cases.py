@@ -267,7 +267,7 @@ def _memory(rule: str, key: int = 3, value: int = 4) -> Operator:
     )  # fmt: skip
 
 
-MEMORIES = [_memory("adaptive"), _memory("linear")]
+MEMORIES = [_memory("adaptive"), _memory("linear"), _memory("orthogonal")]
 
 
 def _convolution(width: int, channels: int) -> Operator:
@@ -342,6 +342,7 @@ VARIANTS = {
         "output_norm": True, "convolution_width": 4, "query_key_bias": False, "rms_eps": 1e-3,
         "rope_frequencies": (1.0, 0.0),
     },
+    "orthogonal": {"queries_and_keys": "separate", "memory": "orthogonal", "num_heads": 4, "key_value_heads": 2},
     "later-gecko": {
         "gate": "sum", "gate_activation": "softplus", "gate_bias": False, "memory_gate_channels": 3,
         "timestep_eps": 1e-3,
@@ -350,9 +351,9 @@ VARIANTS = {
 }  # fmt: skip
 
 PAPER_VARIANTS = [name for name, changes in VARIANTS.items() if not changes.keys() & PAPER.keys()]
-IN_C = [name for name in VARIANTS if name not in ("gekko", "later-gecko", "paper", "shared-keys")]
+IN_C = [name for name in VARIANTS if name not in ("gekko", "later-gecko", "orthogonal", "paper", "shared-keys")]
 """Variants that C decodes."""
-ON_RANKS = [name for name, changes in VARIANTS.items() if "convolution_width" not in changes]
+ON_RANKS = [name for name in VARIANTS if name not in ("gekko", "orthogonal")]
 """Variants whose rows several ranks may share."""
 
 

@@ -71,7 +71,7 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
     config = model.config
     known = (
         all(getattr(config, name) == PAPER[name] for name in _ONLY_IN_PYTORCH)
-        and (config.memory == "none" or config.num_key_value_heads == config.num_heads)
+        and config.memory in _MEMORIES and (config.memory == "none" or config.num_key_value_heads == config.num_heads)
         and not model.sharded and not dispatch.is_watched() and all(map(_is_known, modules))
         and all(x.dtype in _DTYPES for x in model.parameters())
         and all(dtype in (_DTYPES if ".attention." in name else _DTYPES[:1]) for name, dtype in floats)

@@ -192,6 +192,8 @@ class Gecko(nn.Module):
         else:
             assert lengths is None, "ranks that share rows read no padding"
             self.config.refuse(("convolution_width",), "a model whose rows several ranks share")
+            if self.config.memory == "orthogonal":  # its chunks have no affine maps that ranks could exchange
+                raise ValueError("a model whose rows several ranks share must not have memory=orthogonal.")
             segments = context.segments(batch, length, self.config.chunk_size, **layout)
         return *self._through_blocks(x, state, segments), segments
 

@@ -133,6 +133,8 @@ class GeckoCounts:
             return 0.0
         key, value = config.key_head_dim, config.value_head_dim
         products = key + 2 * value + key * value / config.chunk_size
+        if config.memory == "orthogonal":  # answers for keys, and the memory before them
+            products = 3 * value + 2 * key * value / config.chunk_size
         if config.memory == "linear":
             products += 2  # the normaliser of keys and of queries
         return 2.0 * config.key_dim * products

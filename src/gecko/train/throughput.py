@@ -115,7 +115,7 @@ def _mixing_products(config: ModelConfig, length: int) -> float:
         return config.num_layers * 2 * config.model_dim * length / 2
     keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
     attention = config.num_layers * (config.key_dim + config.value_dim) * keys
-    maps = {"adaptive": 3, "linear": 2, "none": 0}[config.memory]
+    maps = {"adaptive": 3, "orthogonal": 3, "linear": 2, "none": 0}[config.memory]
     memory = config.num_layers * maps * config.key_dim * config.value_head_dim
     return attention + memory
 

@@ -21,13 +21,13 @@ from gecko.ops.common import (
     run_by_chunk_offset,
     run_by_length,
 )
-from gecko.ops.working_memory.chunked import EnteredChunked, working_memory_step
-from gecko.ops.working_memory.rules import RULES, ChunkSummary, EnteredMemory, WorkingMemoryState
+from gecko.ops.working_memory.chunked import EnteredChunked, working_memory_by_chunk, working_memory_step
+from gecko.ops.working_memory.rules import RULES, ChunkSummary, EnteredMemory, Orthogonal, WorkingMemoryState
 from gecko.segments import Segments
 
 __all__ = ["ChunkSummary", "WorkingMemoryState", "working_memory", "working_memory_reference"]
 
-Rule = Literal["adaptive", "linear"]
+Rule = Literal["adaptive", "linear", "orthogonal"]
 
 
 def working_memory(
@@ -45,6 +45,8 @@ def working_memory(
     Adaptive rule (paper Eq. 16): w is the sum of exp(k) over a chunk, z the sum over the document so far, ρ = w / z,
     φ the softmax of k over the time steps of the chunk, and ψ the softmax over features:
         M ← (1 − ρ) ⊙ M + ρ ⊙ Σ_j φ_j (v_j − ψ(k_j) M)ᵀ,   read: ψ(q)ᵀ M.
+    Orthogonal rule (the authors' Gekko): v_j − (v_j · p_j / V) p_j in place of v_j − ψ(k_j) M, with p_j = ψ(k_j) M
+    divided by its root mean square, √(mean square + 10⁻⁶).
     Linear rule (Infini-attention, paper Eq. 9–11): ψ = elu + 1, and τ is the sum of ψ(k) over the document so far:
         M ← M + Σ_j ψ(k_j) (v_j − ψ(k_j) M / ψ(k_j) τ)ᵀ,   read: ψ(q)ᵀ M / ψ(q) τ.
     A query of chunk u reads the memory after chunk u − 2. It reads zero if chunk u − 2 ends in another document.
@@ -93,6 +95,10 @@ def working_memory(
 def _read_whole(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
+    update = RULES[rule]
+    if isinstance(update, Orthogonal):
+        wide = tuple(x.to(compute_dtype(inputs[0])) for x in inputs)
+        return working_memory_by_chunk(update, chunk_size, wide, state, segments)
     return enter_memory(rule, chunk_size, inputs, state, segments).read(state.memory)
 
 
@@ -101,8 +107,10 @@ def enter_memory(
 ) -> EnteredMemory:
     """Summarise the chunks of a call of several tokens, for rows with the same chunk offset.
 
-    Arguments are those of ``working_memory``. The memory of ``state`` is not used. Autocast must be disabled.
+    Arguments are those of ``working_memory``, whose orthogonal rule has no such form. The memory of ``state`` is not
+    used. Autocast must be disabled.
     """
+    assert rule != "orthogonal", "the map of the chunks is not affine in the memory"
     if choose_backend(inputs[2], cpu=False) == "triton":
         from gecko.ops.working_memory.triton import EnteredTriton
 
@@ -152,7 +160,7 @@ def _read_row(
     inputs: list[Tensor], c: int, rule: Rule, state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
     sums = (torch.zeros_like(x) for x in (state.current.key_sum, state.current.value_sum))
-    empty = ChunkSummary(torch.full_like(state.normaliser, -1e30 if rule == "adaptive" else 0.0), *sums)
+    empty = ChunkSummary(torch.full_like(state.normaliser, 0.0 if rule == "linear" else -1e30), *sums)
     outputs, begin = [], int(segments.clock.position)
     for t, (q, k, v) in enumerate(zip(*(x.unbind(1) for x in inputs), strict=True)):
         document_start, chunk_start = int(segments.document_starts[0, t]), (begin + t) // c * c
@@ -161,6 +169,9 @@ def _read_row(
             state = replace(state, current=empty)
         found = _found(rule, q, state)
         outputs.append(found if document_start < chunk_start - c else torch.zeros_like(found))
+        if rule == "orthogonal":
+            memory = torch.zeros_like(state.memory) if in_chunk else _with_chunk(rule, state, empty).memory
+            v = _orthogonal(v, torch.einsum("hz,hzv->hv", k.softmax(-1), memory))
         state = replace(state, current=_with_token(rule, k, v, state, in_chunk))
         if (begin + t + 1) % c == 0:
             state = replace(_with_chunk(rule, state, empty), previous_resets=torch.tensor(in_chunk, device=q.device))
@@ -169,20 +180,26 @@ def _read_row(
 
 def _found(rule: Rule, q: Tensor, state: WorkingMemoryState) -> Tensor:
     """Return ψ(q)ᵀ M, for the linear rule divided by ψ(q) τ."""
-    psi = q.softmax(-1) if rule == "adaptive" else F.elu(q) + 1
+    psi = F.elu(q) + 1 if rule == "linear" else q.softmax(-1)
     found = torch.einsum("hz,hzv->hv", psi, state.memory)
-    return found if rule == "adaptive" else found / (psi * state.normaliser).sum(-1, keepdim=True)
+    return found / (psi * state.normaliser).sum(-1, keepdim=True) if rule == "linear" else found
+
+
+def _orthogonal(v: Tensor, answer: Tensor) -> Tensor:
+    """Return v without its part along the memory's ``answer``, both (H, value)."""
+    unit = answer / (answer.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return v - (v * unit).sum(-1, keepdim=True) / v.shape[-1] * unit
 
 
 def _with_token(rule: Rule, k: Tensor, v: Tensor, state: WorkingMemoryState, in_chunk: bool) -> ChunkSummary:
     """Return the summary of the current chunk with one more token. ``in_chunk``: its document started in this chunk."""
     current = state.current
-    if rule == "adaptive":
-        psi, weight = k.softmax(-1), torch.logaddexp(current.weight, k)
-        old, new = (current.weight - weight).exp(), (k - weight).exp()
-    else:
+    if rule == "linear":
         old, new = torch.ones_like(k), F.elu(k) + 1
         psi, weight = _over_total(new, state, in_chunk), current.weight + new
+    else:
+        psi, weight = k.softmax(-1) * (rule == "adaptive"), torch.logaddexp(current.weight, k)
+        old, new = (current.weight - weight).exp(), (k - weight).exp()
     return ChunkSummary(
         weight,
         old[..., None] * current.key_sum + new[..., None] * psi[:, None],
@@ -203,10 +220,10 @@ def _with_chunk(rule: Rule, state: WorkingMemoryState, empty: ChunkSummary) -> W
     if state.previous_resets:
         memory, norm = torch.zeros_like(memory), empty.weight
     written = previous.value_sum - previous.key_sum @ memory
-    if rule == "adaptive":
+    if rule == "linear":
+        norm, memory = norm + previous.weight, memory + written
+    else:
         norm = torch.logaddexp(norm, previous.weight)
         rho = (previous.weight - norm).exp()[..., None]
         memory = (1 - rho) * memory + rho * written
-    else:
-        norm, memory = norm + previous.weight, memory + written
     return replace(state, memory=memory, normaliser=norm, previous=state.current, current=empty)

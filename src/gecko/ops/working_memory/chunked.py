@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.common import common_chunk_offset, padded
-from gecko.ops.working_memory.rules import ChunkSummary, Rule, WorkingMemoryState, empty_summary, with_identity
+from gecko.ops.working_memory.rules import (
+    ChunkSummary,
+    Orthogonal,
+    Rule,
+    WorkingMemoryState,
+    empty_summary,
+    with_identity,
+)
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
@@ -146,6 +154,33 @@ def working_memory_chunked(
     return EnteredChunked.enter(rule, chunk_size, inputs, state, segments).read(state.memory)
 
 
+def working_memory_by_chunk(
+    rule: Orthogonal, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> tuple[Tensor, WorkingMemoryState]:
+    """Compute ``working_memory_chunked`` for a rule whose written values depend on the memory before their chunk."""
+    outputs = []
+    for part, here in segments.shared(("chunks", chunk_size), lambda: _chunks(segments, chunk_size)):
+        q, k, v = (x[:, :, part] for x in inputs)
+        v = rule.written(k, v, _memory_before(rule, state, Grid.of(here, chunk_size).resets[:, 0]))
+        out, state = working_memory_chunked(rule, chunk_size, (q, k, v), state, here)
+        outputs.append(out)
+    return torch.cat(outputs, dim=2), state
+
+
+def _chunks(segments: Segments, chunk_size: int) -> list[tuple[slice, Segments]]:
+    """Return the parts of a call that lie in one chunk each, and their layouts."""
+    phase, length = common_chunk_offset(segments, chunk_size), segments.length
+    assert phase is not None, "rows must agree on their phase"
+    borders = [0, *range(chunk_size - phase, length, chunk_size), length]
+    return [(slice(begin, end), segments.part(begin, end)) for begin, end in pairwise(borders)]
+
+
+def _memory_before(rule: Rule, state: WorkingMemoryState, begun: Tensor) -> Tensor:
+    """Return the memory before the current chunk enters, zero in rows whose document has ``begun`` (B,) in it."""
+    state = state.map(lambda x: x.contiguous())  # so that equal states give equal bits, however they are stored
+    return _enter_previous(rule, state, _with_previous(rule, state)).masked_fill(begun.view(-1, 1, 1, 1), 0)
+
+
 @dataclass(frozen=True)
 class EnteredChunked:
     """Eager form of ``EnteredMemory``.
@@ -249,6 +284,9 @@ def working_memory_step(
     if segments.starts is not None:
         nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
         current = current.where(segments.continues[:, 0], nothing)
+
+    if isinstance(rule, Orthogonal):
+        v = rule.written(k, v, _memory_before(rule, state, token.began_here))
 
     def before() -> Tensor:
         return torch.where(token.began_here.view(-1, 1, 1), rule.empty_weight, _with_previous(rule, state))

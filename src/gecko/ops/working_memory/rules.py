@@ -1,8 +1,8 @@
-"""The two update rules of the memory: how a chunk is summarised, and how a summary updates the memory.
+"""The update rules of the memory: how a chunk is summarised, and how a summary updates the memory.
 
-Both rules are affine in the memory, M ← A M + B. Chunks are therefore summarised in parallel, and only the short chain
-of products with A is sequential. The normaliser is a sum over all chunks of a document so far: log z (adaptive) or
-τ (linear).
+The adaptive and the linear rule are affine in the memory, M ← A M + B. Chunks are therefore summarised in parallel, and
+only the short chain of products with A is sequential. What the orthogonal rule writes depends on the memory before it.
+The normaliser is a sum over all chunks of a document so far: log z (adaptive, orthogonal) or τ (linear).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ChunkSummary(TensorRecord):
 
 
 class Rule(Protocol):
-    """Interface of the update rules ``Adaptive`` and ``Linear``."""
+    """Interface of the update rules ``Adaptive``, ``Orthogonal`` and ``Linear``."""
 
     empty_weight: float
     """Weight of an empty set of tokens."""
@@ -119,6 +119,10 @@ class Adaptive:
         phi = _masked(k - weight.unsqueeze(-2), counted, -torch.inf).exp()
         return ChunkSummary(weight, phi.mT @ k.softmax(-1), phi.mT @ v)
 
+    def subtracted(self, k: Tensor) -> Tensor:
+        """Return ψ of keys (…, T, key), by which the memory's answers are subtracted from the values."""
+        return k.softmax(-1)
+
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
         weight = torch.logaddexp(first.weight, second.weight)
         a, b = ((part.weight - weight).exp().unsqueeze(-1) for part in (first, second))
@@ -130,7 +134,7 @@ class Adaptive:
         weight = _logaddexp(summary.weight, k.squeeze(-2))
         return ChunkSummary(weight, *(
             old.lerp(new.expand_as(old), share.expand_as(old))
-            for old, new in ((summary.key_sum, k.softmax(-1)), (summary.value_sum, v))
+            for old, new in ((summary.key_sum, self.subtracted(k)), (summary.value_sum, v))
         ))  # fmt: skip
 
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +143,27 @@ class Adaptive:
 
     def read(self, q: Tensor, allowed: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
         return q.softmax(-1).masked_fill(~allowed, 0) @ memory
+
+
+class Orthogonal(Adaptive):
+    """Removes from each value its part along the memory's answer, instead of subtracting the answer.
+
+    A token writes v − (v · p / V) p, with p = RMSNorm(ψ(k)ᵀ M) for the memory M before the token's chunk. This is not
+    affine in M, so chunks are summarised one after the other, of the values ``written``, and their sums of keys are 0.
+    """
+
+    def written(self, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+        """Return what tokens with keys k (…, T, key) and values v (…, T, value) write, given the memory before them."""
+        answer = k.softmax(-1) @ memory
+        direction = answer * (answer.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return v - (v * direction).mean(-1, keepdim=True) * direction
+
+    def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
+        phi = _masked(k - weight.unsqueeze(-2), counted, -torch.inf).exp()
+        return ChunkSummary(weight, k.new_zeros(*weight.shape, k.shape[-1]), phi.mT @ v)
+
+    def subtracted(self, k: Tensor) -> Tensor:
+        return torch.zeros_like(k)
 
 
 class Linear:
@@ -202,7 +227,7 @@ def _normalised(features: Tensor, normaliser: Tensor) -> Tensor:
     return (features / total.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
-RULES: dict[str, Rule] = {"adaptive": Adaptive(), "linear": Linear()}
+RULES: dict[str, Rule] = {"adaptive": Adaptive(), "orthogonal": Orthogonal(), "linear": Linear()}
 
 
 @dataclass(frozen=True)
