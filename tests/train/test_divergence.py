@@ -184,6 +184,14 @@ def judge(rule: SpikeRule, loss: float, norm: float) -> str | None:
     return rule.record(StepResult(loss, norm, Verdict(int(verdict))))
 
 
+def fed(steps: list[tuple[float, float]]) -> SpikeRule:
+    """Return a rule that has judged ``steps``."""
+    rule = SpikeRule(SETTINGS)
+    for step in steps:
+        judge(rule, *step)
+    return rule
+
+
 @given(steady)
 def test_steps_like_those_before_are_taken(steps: list[tuple[float, float]]) -> None:
     """None of 32 values in an interval is more than √31 standard deviations from their mean."""
@@ -194,18 +202,14 @@ def test_steps_like_those_before_are_taken(steps: list[tuple[float, float]]) -> 
 
 @given(steady, st.sampled_from(["loss", "gradient norm"]))
 def test_what_stands_out_by_either_number_is_a_spike(steps: list[tuple[float, float]], which: str) -> None:
-    rule = SpikeRule(SETTINGS)
-    for step in steps:
-        judge(rule, *step)
+    rule = fed(steps)
     found = judge(rule, 100.0, 1.0) if which == "loss" else judge(rule, 2.5, 100.0)
     assert found is not None and found.startswith(f"the {which} 100 is more than 6 standard deviations")
 
 
 @given(steady)
 def test_low_is_never_a_spike(steps: list[tuple[float, float]]) -> None:
-    rule = SpikeRule(SETTINGS)
-    for step in steps:
-        judge(rule, *step)
+    rule = fed(steps)
     assert judge(rule, -1000.0, 0.0) is None
 
 
@@ -220,9 +224,7 @@ def test_a_rule_goes_on_from_what_it_remembered(steps: list[tuple[float, float]]
 
 @given(steady, st.sampled_from([(100.0, 1.0), (2.5, 100.0)]))
 def test_a_resumed_rule_still_knows_a_spike(steps: list[tuple[float, float]], spike: tuple[float, float]) -> None:
-    whole = SpikeRule(SETTINGS)
-    for step in steps:
-        judge(whole, *step)
+    whole = fed(steps)
     resumed = SpikeRule(SETTINGS, tuple(whole.losses), tuple(whole.grad_norms))
     found = judge(resumed, *spike)
     assert found is not None and found == judge(whole, *spike)
@@ -234,9 +236,7 @@ def test_nothing_is_a_spike_without_enough_steps_before() -> None:
 
 
 def test_a_loss_that_moved_for_good_is_accepted_in_the_end() -> None:
-    rule = SpikeRule(SETTINGS)
-    for loss in np.linspace(2, 2.1, 32):
-        judge(rule, float(loss), 1.0)
+    rule = fed([(float(loss), 1.0) for loss in np.linspace(2, 2.1, 32)])
     skipped = [judge(rule, 5.0, 1.0) is not None for _ in range(10)]
     assert skipped[0] and not skipped[-1]
 
@@ -248,9 +248,7 @@ def test_none_turns_the_rule_off() -> None:
 
 @pytest.mark.parametrize("loss", [2.0, 3.0])
 def test_a_window_of_one_value_has_no_deviation_to_exceed(loss: float) -> None:
-    rule = SpikeRule(SETTINGS)
-    for _ in range(32):
-        judge(rule, 2.0, 1.0)
+    rule = fed([(2.0, 1.0)] * 32)
     assert (judge(rule, loss, 1.0) is None) is (loss == 2.0)
 
 
@@ -287,41 +285,40 @@ def chain(**positions: Bad) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, compute
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_the_first_module_is_named(name: str, value: float) -> None:
-    model, compute = chain(**{name: Bad(forward=value)})
-    assert find_nonfinite(model, compute) == f"the output of {name} (Bad) is not finite"
+NAN, INFINITE = float("nan"), float("inf")
 
 
-def test_of_two_the_first_in_the_forward_pass_is_named() -> None:
-    model, compute = chain(a=Bad(forward=float("inf")), b=Bad(forward=float("nan")))
-    assert "output of a " in find_nonfinite(model, compute)
-
-
-def test_a_gradient_is_named_by_its_parameter_in_backward_order() -> None:
-    model, compute = chain(b=Bad(backward=float("nan")))
-    assert find_nonfinite(model, compute) == "the gradient of b.weight is not finite"
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        *[
+            ({name: {"forward": value}}, f"the output of {name} (Bad)")
+            for name in "ab"
+            for value in (NAN, INFINITE, -INFINITE)
+        ],
+        ({"a": {"forward": INFINITE}, "b": {"forward": NAN}}, "the output of a (Bad)"),
+        ({"b": {"backward": NAN}}, "the gradient of b.weight"),
+    ],
+    ids=str,
+)
+def test_the_first_value_is_named_and_nothing_stays_behind(bad: dict[str, dict[str, float]], named: str) -> None:
+    """Outputs in the order of the forward pass, then gradients in that of the backward pass."""
+    model, compute = chain(**{name: Bad(**numbers) for name, numbers in bad.items()})
+    assert find_nonfinite(model, compute) == f"{named} is not finite"
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_parameter_is_named_before_what_it_spoils() -> None:
     model, compute = chain()
     with torch.no_grad():
-        model.get_parameter("middle.bias")[0] = float("nan")
+        model.get_parameter("middle.bias")[0] = NAN
     assert find_nonfinite(model, compute) == "the parameter middle.bias is not finite"
 
 
 def test_a_loss_alone_is_named() -> None:
     model, compute = chain()
-    assert "loss" in find_nonfinite(model, lambda: compute() * float("nan"))
-
-
-def test_no_hook_stays_behind() -> None:
-    model, compute = chain(a=Bad(forward=float("nan")))
-    find_nonfinite(model, compute)
-    hooks: list[Any] = [module._forward_hooks for module in model.modules()]
-    assert not any(hooks)
+    assert "loss" in find_nonfinite(model, lambda: compute() * NAN)
 
 
 def test_only_skips_in_a_row_count(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

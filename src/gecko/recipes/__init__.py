@@ -54,7 +54,11 @@ def get_recipe(name: str) -> Run:
     """
     if name.endswith(".json"):
         path = Path(name).expanduser()
-        return _with_true_origin(_load_recipe(path)) if path.exists() else _missing(name)
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{name} must be a recipe file that a run wrote; there is none. Recipes by name: {', '.join(RECIPES)}."
+            )
+        return _with_true_origin(_load_recipe(path))
     known = name.replace("-", "_")
     if known not in RECIPES:
         unknown = f"{unknown_name('recipe', name, RECIPES)} `gecko train --list` describes all of them."
@@ -106,9 +110,3 @@ def _load_recipe(path: Path) -> Run:
             f"is named by data.tokenizer={path}, a text by data.source={path}."
         )
     return Run.load(path)
-
-
-def _missing(name: str) -> Run:
-    raise FileNotFoundError(
-        f"{name} must be a recipe file that a run wrote; there is none. Recipes by name: {', '.join(RECIPES)}."
-    )

@@ -140,18 +140,14 @@ def evaluate(
 def _summary(by_position: Tensor, by_row: Tensor, text_bytes: int, arithmetic: str) -> Evaluation:
     """Summarise the loss sums and target counts by position (2, T) and by row (2, R)."""
     width = -(-by_position.shape[1] // POSITION_BINS)
-    bins = zip(*(_binned(sums, width).tolist() for sums in by_position), strict=True)
-    means = [loss / targets if targets else None for loss, targets in bins]
+    bins = nn.functional.pad(by_position, (0, -by_position.shape[1] % width)).unflatten(1, (-1, width)).sum(dim=2)
+    means = [loss / targets if targets else None for loss, targets in bins.T.tolist()]
     total, targets = by_position.sum(dim=1).tolist()
     row_losses, row_targets = by_row.tolist()
     return Evaluation(
         total / targets, total / text_bytes if text_bytes else math.nan, means, width, int(targets), row_losses,
         list(map(int, row_targets)), arithmetic,
     )  # fmt: skip
-
-
-def _binned(values: Tensor, width: int) -> Tensor:
-    return nn.functional.pad(values, (0, -len(values) % width)).view(-1, width).sum(dim=1)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ class SpikeRule:
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return the verdict of a step as a tensor of the device; the values of a finite step enter the mean."""
         values = torch.stack([loss.double(), grad_norm.double()])
-        kept = torch.where(values.isfinite().all() & ~self._held, self._shifted(values), self._known)
+        shifted = torch.cat([self._known[:, 1:], values[:, None]], dim=1)
+        kept = torch.where(values.isfinite().all() & ~self._held, shifted, self._known)
         verdict = torch.where(self._held, Verdict.HELD, self._verdict(values))
         self._known, self._held = kept, verdict != Verdict.TAKEN
         return verdict
@@ -118,9 +119,6 @@ class SpikeRule:
         self.losses.append(result.loss)
         self.grad_norms.append(result.grad_norm)
         return found
-
-    def _shifted(self, values: Tensor) -> Tensor:
-        return torch.cat([self._known[:, 1:], values[:, None]], dim=1)
 
     def _verdict(self, values: Tensor) -> Tensor:
         """Return the verdict on a step with loss and gradient norm (2,) if none is held."""
