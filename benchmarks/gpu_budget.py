@@ -9,8 +9,10 @@ Every launch of every operator is recorded at the shapes of models, compiled for
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,24 +20,36 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from gpu.budget import COPY, PRODUCTS, Cost, costs, merged
-from gpu.kernel_page import PREDICTIONS, Prediction, write_predictions
-from gpu.operators import MIXING, Operator, forward_and_backward, operators
-from gpu.shapes import Shape
-from gpu.steps import Step
+from gpu.operators import MIXING, Operator, Shape, forward_and_backward, operators
+from gpu.page import PREDICTIONS
 from gpu.timing import Bench
-from kernels.recording import launches
+from kernels.recording import launches, model_on_nothing
 from measuring import parser_of, publish
 
 from gecko.config import GeckoConfig
+from gecko.train.step import autocast
 
 LENGTH = 32_768
 LEFT_OUT = ("head and loss",)
 """Operators whose time is in products of cuBLAS."""
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """All launches of a kernel in a step: what they need, and their time."""
+
+    kernel: str
+    launches: int
+    seconds: float
+    bytes: float
+    flops: float
+    instructions: float
+    limit: str
+
+
 def predicted(shape: Shape) -> Iterator[tuple[Operator, list[Cost], list[Cost]]]:
     """Yield each operator with the costs of its forward pass alone, and of both passes."""
-    bench = Bench(torch.device("cpu"), torch.bfloat16, 1, 1)
+    bench = Bench(torch.device("cpu"))
     found: list[Operator] = []
     launches(lambda: found.extend(operators(shape, bench)), lambda _: None)
     for operator in found:
@@ -84,13 +98,27 @@ def table(operator: Operator, both: list[Cost], elements: float) -> Iterator[str
 
 def steps(names: list[str]) -> dict[str, list[Prediction]]:
     """Return what each kernel needs in a training step of one block and the head of each preset."""
-    cpu, found = torch.device("cpu"), {}
-    for step in (Step(name, LENGTH) for name in names):
+    found = {}
+    for preset in names:
         by_name: dict[str, list[Cost]] = {}
-        for cost in costs(step.prepare(cpu)):
+        for cost in costs(_step(GeckoConfig.preset(preset))):
             by_name.setdefault(cost.name, []).append(cost)
-        found[str(step)] = [_prediction(name, group) for name, group in by_name.items()]
+        found[f"{preset}, {LENGTH:,} tokens"] = [_prediction(name, group) for name, group in by_name.items()]
     return found
+
+
+def _step(config: GeckoConfig) -> Callable[[], None]:
+    """Return a function that computes loss and gradients of a row, under autocast to bfloat16."""
+    model = model_on_nothing(replace(config, num_layers=1))
+    text = torch.randint(config.vocab_size, (1, LENGTH + 1))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with autocast("bfloat16", text.device):
+            loss = model.loss(text[:, :-1], text[:, 1:])
+        loss.backward()  # outside, as in training: autocast would round products of gradients
+
+    return step
 
 
 def _prediction(name: str, group: list[Cost]) -> Prediction:
@@ -139,7 +167,8 @@ def main() -> None:
     for step, kernels in found.items():
         print(f"{step}: {1e3 * sum(kernel.seconds for kernel in kernels):.2f} ms predicted")
     if arguments.write:
-        write_predictions(found, PREDICTIONS)
+        content = {step: list(map(asdict, kernels)) for step, kernels in found.items()}
+        PREDICTIONS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from gpu.items import Sizes, of_a_card, operator_of
+import triton.backends.nvidia.driver
+from gpu import decoding, training
+from gpu.items import of_a_card, operator_of
 from gpu.operators import forward_and_backward
-from gpu.quarter_hour import Misses
-from gpu.steps import Step
-from gpu.timing import Bench
-from gpu.variants import OPERATORS, applied, of_decoding, without_barriers
-from kernels.recording import decode, launches, model_on_nothing, train
+from gpu.quarter_hour import misses
+from gpu.timing import DTYPE, Bench, Call
+from gpu.variants import OF_DECODING, OPERATORS, WITHOUT_BARRIERS, applied, of_family
+from kernels.recording import launches, model_on_nothing, train
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.build import platform_key
 from triton.runtime.cache import get_cache_manager
 
+from gecko import Gecko
 from gecko.config import GeckoConfig
 from gecko.ops.backends.dispatch import Launch
 
@@ -52,64 +53,57 @@ class Driver:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
+    @property
+    def utils(self) -> Any:
+        """Triton 3.7 launches all kernels by this module."""
+        return triton.backends.nvidia.driver.CudaUtils()
 
-class _Unwritten(Bench):
-    """A bench whose random numbers are unwritten memory, which takes neither time nor space."""
 
-    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype)
+class Recording(Bench):
+    """A bench that makes each call once; its random numbers and weights are unwritten, and take no time and space."""
+
+    def random(self, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def model(self, config: GeckoConfig) -> Gecko:
+        return model_on_nothing(config)
+
+    def seconds(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
+        function()
+        return Call(1.0, 1.0)
 
 
 def groups() -> dict[str, Callable[[], Any]]:
     """Return what makes the launches of each group; what is needed first comes first."""
-    cpu = torch.device("cpu")
-    s = of_a_card(_Unwritten(cpu, torch.bfloat16, 1, 1))
-    found: dict[str, Callable[[], Any]] = {
-        "step": lambda: [call() for call in _steps(s)],
-        "decoding": lambda: _decode(s),
-        "equal rows": lambda: [_equal(s), _with((without_barriers(),), lambda: _equal(s))],
-    }
-    for family, (make, name) in OPERATORS.items():
-        found[f"variants: {family}"] = lambda make=make, name=name: [
-            _with(variants, lambda: forward_and_backward(operator_of(name, s.shape, s.bench)))
-            for variants in ((), *((x,) for x in make()))
-        ]
-    for family, (make, _) in OPERATORS.items():
-        found[f"step with variants: {family}"] = lambda make=make: [
-            _with((x,), Step(s.model, s.trained[0][1], s.config).prepare(cpu)) for x in make()
-        ]
-    found["8 bits"] = lambda: _decode_in_8_bits(s)
-    for preset in TESTED:
-        found[f"tests: {preset}"] = lambda preset=preset: _tested(preset)
-    return found
+    bench = Recording(torch.device("cpu"))
+    s = of_a_card(bench)
+    block, wide = (replace(config, num_layers=1) for config in (s.config, s.shape.config))
 
+    def step(rows: int, length: int) -> None:
+        training.Steps.of(block, rows, length, bench).gradients()
 
-def _with(variants: Any, call: Callable[[], Any]) -> Any:
-    with applied(*variants):
-        return call()
+    def operator(name: str) -> None:
+        forward_and_backward(operator_of(name, s.shape, bench))
 
+    def varied(call: Callable[..., Any], *variants: Any) -> None:
+        with applied(*variants):
+            call()
 
-def _steps(s: Sizes) -> Iterator[Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {}
     for rows, length in (*s.trained, (1, s.longest)):
-        yield Step(s.model, length, s.config, rows).prepare(torch.device("cpu"))
-
-
-def _decode(s: Sizes) -> None:
-    for config, rows in ((s.config, 1), (s.config, 32), (s.shape.config, 1), (s.shape.config, 32)):
-        model = model_on_nothing(replace(config, num_layers=1), torch.bfloat16)
-        for variants in ((), *((x,) for x in of_decoding())):
-            _with(variants, lambda model=model, rows=rows: decode(model, rows))
-
-
-def _equal(s: Sizes) -> None:
-    decode(model_on_nothing(s.shallow(chunk_size=64), torch.bfloat16), s.equal[0])
-
-
-def _decode_in_8_bits(s: Sizes) -> None:
-    from gpu.items import in_8_bits
-
-    with in_8_bits():
-        decode(model_on_nothing(replace(s.config, num_layers=1), torch.bfloat16), 1)
+        found[f"step, {rows} × {length:,}"] = partial(step, rows, length)
+    for name, config in ((s.model, block), (s.shape.name, wide)):
+        for rows in s.decoded:
+            decode = partial(decoding.measure, name, config, rows, bench)
+            found[f"decoding {name}, {rows} rows"] = decode
+            found |= {f"decoding {name}, {rows} rows, {x}": partial(varied, decode, x) for x in OF_DECODING}
+    equal = partial(decoding.measure, s.model, s.equal_rows(), s.equal[0], bench)
+    found |= {"equal rows": equal, "equal rows without barriers": partial(varied, equal, WITHOUT_BARRIERS)}
+    variants = [x for family in OPERATORS for x in of_family(family)]
+    found |= {f"variants: {x}": partial(varied, partial(operator, OPERATORS[x.family]), x) for x in variants}
+    found |= {f"step with {x}": partial(varied, partial(step, *s.trained[0]), x) for x in variants}
+    found["8 bits"] = partial(decoding.measure_in_8_bits, s.model, block, s.decoded[0], bench)
+    return found | {f"tests: {preset}": partial(_tested, preset) for preset in TESTED}
 
 
 def _tested(preset: str) -> None:
@@ -118,41 +112,38 @@ def _tested(preset: str) -> None:
         train(model_on_nothing(config), 2 * config.chunk_size + 14, precision, documents=True, rows=1)
 
 
-def compile_all(only: list[str], check: bool) -> int:
-    """Compile the groups whose names contain one of the words, or count what the cache does not have; return how many
-    of these there are."""
+def compile_all(only: Sequence[str]) -> None:
+    """Compile the groups whose names contain one of the words, and count what the cache did not have."""
     triton.runtime.driver.set_active(Driver())
-    launchers, missing = _Launchers(), 0
+    launchers, missing = _Launchers(), list[str]()
     for name, call in groups().items():
-        if only and not any(word in name for word in only):
-            continue
-        begun, failed, found = time.time(), Counter[str](), set()
+        if any(word in name for word in only):
+            begun, before, failed, found = time.time(), len(missing), Counter[str](), set[int]()
 
-        def make(launch: Launch, failed: Counter[str] = failed, found: set[Any] = found) -> None:
-            try:
-                kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
-            except Exception as error:  # a variant may not compile; the others shall
-                failed[f"{launch.kernel.__name__}: {type(error).__name__}: {str(error)[:80]}"] += 1
-                return
-            if id(kernel) not in found:
-                found.add(id(kernel))
-                launchers.make(kernel)
+            def make(launch: Launch, failed: Counter[str] = failed, found: set[int] = found) -> None:
+                try:
+                    kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+                except Exception as error:  # a variant may not compile; the others shall
+                    failed[f"{launch.kernel.__name__}: {type(error).__name__}: {str(error)[:80]}"] += 1
+                    return
+                if id(kernel) not in found:
+                    found.add(id(kernel))
+                    launchers.make(kernel)
 
-        with Misses() as misses:
-            launches(call, make)
-        missing += misses.count
-        print(f"{name}: {len(found)} kernels, {misses.count} not in the cache, {time.time() - begun:.0f} s", end="")
-        print("".join(f"\n  failed {count} times: {what}" for what, count in failed.items()), flush=True)
-    print(f"{len(launchers.seen)} launchers; {missing} kernels and {launchers.missing} of these were not in the cache")
-    return int(check and missing + launchers.missing > 0)
+            with misses(missing):
+                launches(call, make)
+            new, seconds = len(missing) - before, time.time() - begun
+            print(f"{name}: {len(found)} kernels, {new} not in the cache, {seconds:.0f} s", end="")
+            print("".join(f"\n  failed {count} times: {what}" for what, count in failed.items()), flush=True)
+    counts = f"{len(missing)} kernels and {launchers.missing} of these"
+    print(f"{len(launchers.seen)} launchers; {counts} were not in the cache")
 
 
 class _Launchers:
     """Builds the C code by which Triton launches each signature of kernels, against a library of CUDA that is empty."""
 
     def __init__(self) -> None:
-        from triton.backends.nvidia import driver
-
+        driver = triton.backends.nvidia.driver
         self._driver, self.seen, self.missing = driver, set[str](), 0
         folder = tempfile.mkdtemp()
         source = Path(folder, "empty.c")
@@ -176,7 +167,3 @@ class _Launchers:
             self.missing += 1
             self._compile(src=src, name=name, **options)
         raise ImportError("it is stored, and cannot be loaded where CUDA is not there")
-
-
-if __name__ == "__main__":
-    sys.exit("Run quarter_hour.py --compile CACHE.")

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpu.steps import kernel_name
+from gpu.kernel_times import Operations, kernel_name
 from kernels.compiling import compiled, usage
 from kernels.recording import Configuration, launches
 from kernels.sass import Code, Instruction
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gecko.ops.backends.dispatch import Launch, blocks
@@ -101,20 +100,6 @@ class Cost:
     limit: str = "bytes"
 
 
-class _Operations(TorchDispatchMode):
-    """Adds the operations of PyTorch that read or write memory to ``found``."""
-
-    def __init__(self, found: list[Any]) -> None:
-        super().__init__()
-        self._found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and "empty" not in func._opname:
-            self._found.append(_operation(func._opname, tree_leaves((args, kwargs)), tree_leaves(result)))
-        return result
-
-
 def _operation(name: str, given: list[Any], made: list[Any]) -> Cost:
     read, written = ([x for x in found if isinstance(x, Tensor)] for found in (given, made))
     size = _bytes(read) + _bytes([x for x in written if all(x is not y for y in read)])
@@ -131,8 +116,11 @@ def costs(call: Callable[[], Any]) -> list[Cost]:
     """Return the costs of everything that ``call`` does on the device."""
     found: list[Cost | Launch] = []
 
+    def visit(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        found.append(_operation(func._opname, tree_leaves((args, kwargs)), tree_leaves(result)))
+
     def watched() -> None:
-        with _Operations(found):
+        with Operations(visit):
             call()
 
     launches(watched, lambda launch: found.append(launch))

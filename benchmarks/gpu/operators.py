@@ -1,4 +1,4 @@
-"""Times of every operator of the package: as dispatched, in its eager form, and with the eager form compiled."""
+"""Every operator of the package: its floor, its time as dispatched, and its distance from the eager form in float64."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
-from gpu.shapes import Floor, Shape
-from gpu.timing import Bench, why
+from gpu.record import Row
+from gpu.timing import DTYPE, Bench, why
 from torch import Tensor
 
+from gecko.config import GeckoConfig
 from gecko.ops.backends import dispatch
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.chunk_attention import Pattern, chunk_attention
@@ -25,15 +26,53 @@ from gecko.ops.timestep_norm import timestep_norm
 from gecko.ops.working_memory import working_memory
 from gecko.segments import Segments
 
+Pair = tuple[float, float]
+"""Of forward, and of forward with backward; or of outputs, and of gradients."""
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Results = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Outputs and gradients."""
 GECKO = "gecko"
-AVERAGE, TIMESTEP, MIXING = "moving average", "timestep norm", "attention and memory"
-ROUNDING = {"bfloat16": 2**-8, "float32": 1e-5}
-"""Differences that one rounding of a result explains."""
+"""Form with the package's kernels as they are."""
+AVERAGE, TIMESTEP, NORM, QUERY_KEY = "moving average", "timestep norm", "RMS norm", "qk-scale-shift"
+ATTENTION, MEMORY, MIXING, HEAD = "chunk attention", "working memory", "attention and memory", "head and loss"
+SCAN_CHUNK = 64
+"""Steps per product in CEMA's matrix form, which is the form whose FLOPs are counted."""
+ROUNDING = 2**-8
+"""Difference that one rounding of a result to bfloat16 explains."""
 FACTOR = 2.0
 """Largest difference of a kernel, in multiples of that of the eager form in the same dtype: both round, in places."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of ``length`` tokens in a model of ``config``."""
+
+    name: str
+    config: GeckoConfig
+    length: int
+
+    @property
+    def visible_pairs(self) -> float:
+        """Number of pairs of a query and a key in its window, in one head."""
+        chunk, chunks = self.config.chunk_size, self.length / self.config.chunk_size
+        return chunks * chunk * (chunk + 1) / 2 + max(0.0, chunks - 1) * chunk**2
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Minimum work of an operator: each input read once, each output written once, and the products of the equations.
+
+    ``both`` is forward and backward together. The products of backward are twice those of forward; recomputation in a
+    kernel is not counted.
+    """
+
+    numbers_forward: float
+    numbers_both: float
+    flops_forward: float = 0.0
+
+    @property
+    def flops_both(self) -> float:
+        return 3 * self.flops_forward
 
 
 @dataclass(frozen=True)
@@ -46,181 +85,150 @@ class Operator:
     floor: Floor
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Times of one form of one operator at one shape, in seconds; None, and a ``reason``, if it did not run."""
-
-    operator: str
-    form: str
-    shape: str
-    floor: Floor
-    forward: float | None = None
-    both: float | None = None
-    launching_forward: float = 0.0
-    """Seconds until the host had launched all kernels."""
-    launching_both: float = 0.0
-    reason: str = ""
-
-    @property
-    def host_bound(self) -> bool:
-        """Whether launching takes the host longer than the kernels take the card, in forward or backward."""
-        times = ((self.forward, self.launching_forward), (self.both, self.launching_both))
-        return any(seconds is not None and launching > seconds for seconds, launching in times)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Differences from the eager form in float64, ‖y − exact‖ / ‖exact‖: the largest over outputs, and over gradients.
+def is_wrong(difference: Pair, eager: Pair) -> bool:
+    """Return whether differences from float64, ‖y − exact‖ / ‖exact‖, are more than rounding.
 
     Two forms that round to 16 bits at other places differ by rounding. What a form may differ by is therefore measured:
-    ``eager_…`` are the differences of the eager form in the dtype of the kernels.
+    ``eager`` are the differences of the eager form in the dtype of the kernels.
     """
-
-    operator: str
-    shape: str
-    outputs: float | None = None
-    gradients: float | None = None
-    eager_outputs: float | None = None
-    eager_gradients: float | None = None
-    reason: str = ""
-    """Why one of the forms did not run."""
-
-    def is_wrong(self, dtype: str) -> bool | None:
-        """Return whether the differences are more than rounding; None if that is not known."""
-        pairs = ((self.outputs, self.eager_outputs), (self.gradients, self.eager_gradients))
-        known = [(own, eager) for own, eager in pairs if own is not None and eager is not None]
-        if len(known) < len(pairs):
-            return None
-        return any(not own <= max(ROUNDING[dtype], FACTOR * eager) for own, eager in known)
+    return any(not own <= max(ROUNDING, FACTOR * of) for own, of in zip(difference, eager, strict=True))
 
 
 def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
     """Yield all operators one after the other, so that only the tensors of one exist at a time."""
     config, length = shape.config, shape.length
-    wide, heads = (1, length, config.model_dim), config.num_heads
+    eps, heads, memory = config.norm_eps, config.num_heads, config.memory
+    assert memory != "none"
+    wide, narrow, hidden = ((1, length, width) for width in (config.model_dim, config.key_dim, config.ffn_dim))
+    keys, values = (1, heads, length, config.key_head_dim), (1, heads, length, config.value_head_dim)
     # A model computes the segments once for all layers.
     segments = Segments.build(1, length, device=bench.device)
-    coefficients = _coefficients(config.model_dim, config.cema_modes, bench)
-    yield Operator(
-        AVERAGE, lambda x, *c: cema(x, CEMACoefficients(*c), segments=segments)[0],
-        [bench.random(*wide), *coefficients], shape.moving_average(),
-    )  # fmt: skip
     weight, bias = (bench.random(config.model_dim, dtype=torch.float32) for _ in range(2))
-    groups, betas, eps = config.timestep_groups, config.timestep_betas, config.norm_eps
-    yield Operator(
+
+    def made(
+        name: str, function: Function, inputs: list[Tensor], written: int, flops: float = 0.0, unread: int = 0
+    ) -> Operator:
+        """Give the operator its floor; backward does not read ``unread`` numbers of the inputs."""
+        read = sum(x.numel() for x in inputs if x.dtype == DTYPE)
+        return Operator(name, function, inputs, Floor(read + written, 3 * read + 2 * written - unread, flops))
+
+    yield made(
+        AVERAGE, lambda x, *c: cema(x, CEMACoefficients(*c), segments=segments)[0],
+        [bench.random(*wide), *_coefficients(config, bench)], math.prod(wide),
+        2 * math.prod(wide) * (SCAN_CHUNK + 4 * config.cema_modes),
+    )  # fmt: skip
+    groups, betas = config.timestep_groups, config.timestep_betas
+    yield made(
         TIMESTEP, lambda x, w, b: timestep_norm(x, w, b, groups, betas, eps, segments=segments)[0],
-        [bench.random(*wide), weight, bias], shape.norm(),
+        [bench.random(*wide), weight, bias], math.prod(wide),
     )  # fmt: skip
-    yield Operator(
-        "RMS norm", lambda x, w: group_rms_norm(x, w, config.norm_groups, eps), [bench.random(*wide), weight],
-        shape.norm(),
-    )  # fmt: skip
+    yield made(
+        NORM, lambda x, w: group_rms_norm(x, w, config.norm_groups, eps), [bench.random(*wide), weight], math.prod(wide)
+    )
     rows = [bench.random(4, config.key_dim, dtype=torch.float32) for _ in range(2)]
-    yield Operator(
-        "qk-scale-shift",
-        lambda z, s, o: qk_scale_shift(z, s, o, heads, eps),
-        [bench.random(1, length, config.key_dim), *rows],
-        shape.qk_scale_shift(),
+    yield made(
+        QUERY_KEY, lambda z, s, o: qk_scale_shift(z, s, o, heads, eps), [bench.random(*narrow), *rows],
+        4 * math.prod(narrow),
     )  # fmt: skip
-    keys, values = (1, heads, length, config.key_head_dim), (1, heads, length, config.value_head_dim)
-    yield Operator(
-        "gate", gated,
-        [bench.random(*values), bench.random(1, length, config.value_dim), bench.random(*values)], shape.gated(),
-    )  # fmt: skip
-    yield Operator("SwiGLU", swiglu, [bench.random(1, length, config.ffn_dim) for _ in range(2)], shape.swiglu())
+    inputs = [bench.random(*values), bench.random(1, length, config.value_dim), bench.random(*values)]
+    yield made("gate", gated, inputs, math.prod(values), unread=math.prod(values))
+    yield made("SwiGLU", swiglu, [bench.random(*hidden) for _ in range(2)], math.prod(hidden))
     # Rows of a memory are nearly equal if its keys are short, and then rounding is most of the gradient of its queries.
     factors = *[config.key_head_dim**-0.5] * 3, 1.0
-    mixed = [*(factor * bench.random(*keys) for factor in factors), bench.random(*values)]
+    q, k, qm, km, v = [*(factor * bench.random(*keys) for factor in factors), bench.random(*values)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return chunk_attention(q, k, v, Pattern(config.chunk_size, config.attention), segments=segments)[0]
 
     def remember(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert config.memory != "none"
-        return working_memory(q, k, v, config.chunk_size, rule=config.memory, segments=segments)[0]
+        return working_memory(q, k, v, config.chunk_size, rule=memory, segments=segments)[0]
 
-    yield Operator("chunk attention", attend, [mixed[0], mixed[1], mixed[4]], shape.attention())
-    yield Operator("working memory", remember, mixed[2:], shape.memory())
-    yield Operator(
-        MIXING, lambda q, k, qm, km, v: attend(q, k, v) + remember(qm, km, v), mixed, shape.attention_and_memory()
-    )
+    # The memory is read, corrected and written once per token.
+    attending = 2 * shape.visible_pairs * (config.key_dim + config.value_dim)
+    remembering = 2 * 3 * length * config.key_dim * config.value_head_dim
+    yield made(ATTENTION, attend, [q, k, v], v.numel(), attending)
+    yield made(MEMORY, remember, [qm, km, v], v.numel(), remembering)
+    yield made(
+        MIXING, lambda q, k, qm, km, v: attend(q, k, v) + remember(qm, km, v), [q, k, qm, km, v], v.numel(),
+        attending + remembering,
+    )  # fmt: skip
     targets = torch.randint(config.vocab_size, (length,), device=bench.device)
-    yield Operator(
-        "head and loss", lambda x, w: linear_cross_entropy(x, w, targets),
-        [bench.random(length, config.model_dim), bench.random(config.vocab_size, config.model_dim)], shape.loss(),
+    yield made(
+        HEAD, lambda x, w: linear_cross_entropy(x, w, targets),
+        [bench.random(length, config.model_dim), bench.random(config.vocab_size, config.model_dim)], 0,
+        2 * length * config.model_dim * config.vocab_size,
     )  # fmt: skip
 
 
-def forward_and_backward(operator: Operator) -> None:
-    """Compute the operator and all gradients, for a record of what it does: the gradients of outputs are unwritten."""
-    inputs = [x.detach().requires_grad_() for x in operator.inputs]
-    outputs = _outputs(operator.function(*inputs))
-    torch.autograd.grad(outputs, inputs, [torch.empty_like(x) for x in outputs])
-
-
-def _coefficients(channels: int, modes: int, bench: Bench) -> list[Tensor]:
-    parameters = [bench.random(*size, dtype=torch.float32) for size in ((channels, modes),) * 2]
-    theta = bench.random(channels, dtype=torch.float32)
-    gamma = bench.random(channels, modes, 2, dtype=torch.float32)
-    made = CEMACoefficients.from_parameters(*parameters, theta, gamma)
+def _coefficients(config: GeckoConfig, bench: Bench) -> list[Tensor]:
+    sizes = (config.model_dim, config.cema_modes)
+    shapes = sizes, sizes, sizes[:1], (*sizes, 2)
+    made = CEMACoefficients.from_parameters(*(bench.random(*shape, dtype=torch.float32) for shape in shapes))
     return [made.input, made.log_damping, made.angle, made.output]
 
 
-def measure(operator: Operator, form: str, shape: str, bench: Bench) -> Timing:
-    """Time forward alone without gradients, and forward with backward."""
-    inputs = [x.detach().requires_grad_() for x in operator.inputs]
-    try:
-        with torch.no_grad():
-            forward = bench.seconds(lambda: operator.function(*inputs), queued=True)
-            weights = [torch.randn_like(x) for x in _outputs(operator.function(*inputs))]
-        both = bench.seconds(lambda: torch.autograd.grad(operator.function(*inputs), inputs, weights), queued=True)
-    except Exception as error:
-        return Timing(operator.name, form, shape, operator.floor, reason=why(error))
-    return Timing(
-        operator.name, form, shape, operator.floor, forward.seconds, both.seconds, forward.launching, both.launching
-    )
+def operator_of(name: str, shape: Shape, bench: Bench) -> Operator:
+    return next(operator for operator in operators(shape, bench) if operator.name == name)
 
 
-def _outputs(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
-@dataclass(frozen=True)
-class Yardstick:
-    """Inputs of an operator, weights of its outputs, its results in float64 and the differences of the eager form."""
-
-    operator: Operator
-    inputs: list[Tensor]
-    weights: list[Tensor]
-    exact: Results
-    eager: tuple[float, float]
-
-    @classmethod
-    def of(cls, operator: Operator) -> Yardstick:
-        inputs = [x.detach().requires_grad_() for x in operator.inputs]
-        wide = [x.detach().double().requires_grad_() for x in inputs]
-        with eager_forms():
-            with torch.no_grad():
-                weights = [torch.randn_like(x) for x in _outputs(operator.function(*inputs))]
-            exact = _outputs_and_gradients(operator, wide, [x.double() for x in weights])
-            eager = _outputs_and_gradients(operator, inputs, weights)
-        return cls(operator, inputs, weights, exact, _differences(eager, exact))
-
-    def compare(self, shape: str) -> Agreement:
-        """Compare the dispatched operator, or another form of its kernels that is applied."""
-        try:
-            found = _differences(_outputs_and_gradients(self.operator, self.inputs, self.weights), self.exact)
-        except Exception as error:
-            return Agreement(self.operator.name, shape, reason=why(error))
-        return Agreement(self.operator.name, shape, *found, *self.eager)
-
-
-def _outputs_and_gradients(operator: Operator, inputs: list[Tensor], weights: list[Tensor]) -> Results:
-    outputs = _outputs(operator.function(*inputs))
+def outputs_and_gradients(operator: Operator, inputs: list[Tensor], weights: list[Tensor] | None = None) -> Results:
+    """Compute the operator, and the gradients of the sum of its outputs with ``weights``: unwritten ones by default."""
+    outputs = _outputs(operator, inputs)
+    weights = weights or [torch.empty_like(x) for x in outputs]
     return tuple(x.detach() for x in outputs), torch.autograd.grad(outputs, inputs, weights)
 
 
-def _differences(found: Results, exact: Results) -> tuple[float, float]:
+def forward_and_backward(operator: Operator) -> None:
+    """Compute the operator and all gradients, for a record of what it does."""
+    outputs_and_gradients(operator, [x.detach().requires_grad_() for x in operator.inputs])
+
+
+def _outputs(operator: Operator, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    output = operator.function(*inputs)
+    return output if isinstance(output, tuple) else (output,)
+
+
+def measure(operator: Operator, shape: str, bench: Bench) -> Row:
+    """Time forward alone without gradients, and forward with backward."""
+    inputs, floor = [x.detach().requires_grad_() for x in operator.inputs], operator.floor
+    with torch.no_grad():
+        forward = bench.seconds(lambda: operator.function(*inputs), queued=True)
+        weights = [torch.randn_like(x) for x in _outputs(operator, inputs)]
+    both = bench.seconds(lambda: torch.autograd.grad(_outputs(operator, inputs), inputs, weights), queued=True)
+    moved = [DTYPE.itemsize * numbers for numbers in (floor.numbers_forward, floor.numbers_both)]
+    flops, (seconds, launching) = [floor.flops_forward, floor.flops_both], zip(forward, both, strict=True)
+    return {
+        "table": "operators", "operator": operator.name, "form": GECKO, "shape": shape, "seconds": seconds,
+        "launching": launching, "bytes": moved, "flops": flops,
+        "bandwidth": [a / b for a, b in zip(moved, seconds, strict=True)],
+        "rate": [a / b for a, b in zip(flops, seconds, strict=True)],
+        "host": "host-bound" * any(a > b for a, b in zip(launching, seconds, strict=True)),
+    }  # fmt: skip
+
+
+def yardstick(operator: Operator) -> Callable[[], Row]:
+    """Compute an operator in float64; return a function that compares the dispatched one, or another form that is
+    applied: the largest differences of outputs, and of gradients."""
+    inputs = [x.detach().requires_grad_() for x in operator.inputs]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    with eager_forms():
+        with torch.no_grad():
+            weights = [torch.randn_like(x) for x in _outputs(operator, inputs)]
+        exact = outputs_and_gradients(operator, wide, [x.double() for x in weights])
+        eager = _differences(outputs_and_gradients(operator, inputs, weights), exact)
+
+    def compare() -> Row:
+        try:
+            found = _differences(outputs_and_gradients(operator, inputs, weights), exact)
+        except Exception as error:  # its times are not lost
+            return {"wrong": None, "verdict": f"not compared: {why(error)}"}
+        wrong = is_wrong(found, eager)
+        return {"difference": found, "eager": eager, "wrong": wrong, "verdict": "**WRONG**" * wrong}
+
+    return compare
+
+
+def _differences(found: Results, exact: Results) -> Pair:
     outputs, gradients = (max(map(_difference, *pair)) for pair in zip(found, exact, strict=True))
     return outputs, gradients
 

@@ -1,192 +1,222 @@
-"""The results in Markdown."""
+"""The results in Markdown, and the targets on an H200-class card."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-from gpu.decoding import Decoding
-from gpu.kernel_page import kernel_sections
-from gpu.operators import FACTOR, ROUNDING, Agreement, Timing
-from gpu.record import TODAY, Ended, Noted, Record, Tried
-from gpu.targets import Results, Target, targets
-from gpu.timing import Rates
-from gpu.training import Training
-from gpu.winners import AHEAD, won
+from gpu.decoding import CAPTURED
+from gpu.operators import AVERAGE, FACTOR, GECKO, MIXING, ROUNDING, TIMESTEP
+from gpu.record import Record, Row
+from gpu.training import CAPTURED_STEP, LLAMA
+from gpu.variants import AHEAD, won
+
+from gecko.io.files import read_object
+
+PREDICTIONS = Path(__file__).parents[1] / "results" / "gpu_budget.json"
+"""What ``gpu_budget.py`` predicts for each kernel of the steps."""
+
+
+class Column(NamedTuple):
+    """A column: its head, that of numbers with a colon at the end, and where its cells come from."""
+
+    head: str
+    key: str
+    form: str = ""
+    unit: float | str = 1.0
+    """What a number is divided by; the name of a rate of the card: its share of that rate."""
+
+    def cell(self, row: Row, rates: Row) -> str:
+        """Return a number or a text; numbers of forward, and of forward with backward; "" if one is not known."""
+        unit = rates.get(self.unit, math.nan) if isinstance(self.unit, str) else self.unit
+        found = row.get(self.key)
+        if found is None or isinstance(found, str):
+            return (found or "").replace("|", "/")
+        numbers = [x if unit == 1 else x / unit for x in (found if isinstance(found, Sequence) else [found])]
+        return " / ".join(f"{x:{self.form}}" for x in numbers if not math.isnan(x))
+
+
+class Table(NamedTuple):
+    title: str
+    columns: Sequence[Column]
+    text: str = ""
+
+    def lines(self, rows: Iterable[Row], rates: Row) -> list[str]:
+        """Return a section; nothing if it has no rows."""
+        cells = [[column.cell(row, rates) for column in self.columns] for row in rows]
+        heads = [column.head.removesuffix(":") for column in self.columns]
+        rule = ("---:" if column.head.endswith(":") else "---" for column in self.columns)
+        text = [self.text, ""] if self.text else []
+        table = [f"| {' | '.join(heads)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in cells)]
+        return [f"## {self.title}", "", *text, *table, ""] if cells else []
+
+
+OUTCOMES = ("passed", "failed", "skipped")
+_DIFFERENCES = Column("difference:", "difference", ".1e"), Column("of the eager form:", "eager", ".1e")
+TABLES = {
+    "targets": Table("Targets", [
+        Column("what", "what"), Column("target:", "target"), Column("measured:", "measured"), Column("", "verdict"),
+    ]),
+    "operators": Table("Operators", [
+        Column("operator", "operator"), Column("form", "form"), Column("shape", "shape"),
+        Column("card, ms:", "seconds", ".3f", 1e-3), Column("host, ms:", "launching", ".3f", 1e-3), Column("", "host"),
+        *_DIFFERENCES, Column("", "verdict"),
+        Column("MB:", "bytes", ",.1f", 1e6), Column("GFLOP:", "flops", ",.1f", 1e9),
+        Column("copy bandwidth:", "bandwidth", ".1%", "copy"), Column("matrix rate:", "rate", ".1%", "products"),
+    ], "Forward, and forward with backward. Host: until it has launched all kernels, and host-bound where that takes "
+       "longer than the card's work. Difference: ‖y − exact‖ / ‖exact‖ of outputs and of gradients, the largest of "
+       "each, from the eager form in float64; beside it, that of the eager form in bfloat16. More than "
+       f"{FACTOR:g} times as much, and than {ROUNDING:.1g}, is WRONG. MB: each input and output once, with gradients "
+       "in backward. GFLOP: those of the equations, two for a product and an addition, three times as many with "
+       "backward. Shares are of the copy and the product above."),
+    "training": Table("Training", [
+        Column("model", "model"), Column("form", "form"), Column("parameters, M:", "parameters", ",.1f", 1e6),
+        Column("rows:", "rows"), Column("tokens a row:", "length", ","), Column("recomputed", "recomputed"),
+        Column("tokens/s:", "speed", ",.0f"), Column("MFU:", "flops", ".1%", "peak"),
+        Column("of the measured matrix rate:", "flops", ".1%", "products"), Column("peak, GB:", "memory", ".1f", 1e9),
+    ]),
+    "decoding": Table("Decoding rows side by side", [
+        Column("model", "model"), Column("rows:", "rows"), Column("form", "form"),
+        Column("ms a step:", "seconds", ".3f", 1e-3),
+        Column("of which the host launches, ms:", "launching", ".3f", 1e-3),
+        Column("tokens/s:", "speed", ",.0f"), Column("GB:", "bytes", ".2f", 1e9),
+        Column("of the byte limit:", "bandwidth", ".0%", "copy"),
+    ], "Byte limit: weights, and what a token reads and writes of the states, over the bandwidth of the copy."),
+    "variants": Table("Variants of kernels", [
+        Column("operator", "operator"), Column("family", "family"), Column("variant", "form"),
+        Column("ms:", "seconds", ".3f", 1e-3), Column("of today's with backward:", "share", ".0%"), *_DIFFERENCES,
+        Column("", "verdict"),
+    ], "Times and differences as above. A variant wins that is not WRONG and takes "
+       f"{1 - AHEAD:.0%} less time than the chosen form, the fastest one of its family."),
+    "other": Table("Other numbers", [Column("what", "what"), Column(":", "value", ",.6g"), Column("", "unit")]),
+    "kernels": Table("Kernels of a training step: {}, one block and the head", [
+        Column("kernel", "kernel"), Column("launches:", "launches"), Column("measured, µs:", "seconds", ",.1f", 1e-6),
+        Column("of the step:", "part", ".1%"), Column("predicted, µs:", "predicted", ",.1f", 1e-6),
+        Column("MB:", "bytes", ",.1f", 1e6), Column("GFLOP:", "flops", ",.1f", 1e9),
+        Column("limit, µs:", "limit", ",.1f", 1e-6), Column("share:", "share", ".1%"),
+    ], "Forward and backward, each kernel timed alone. Bytes of its tensors and FLOPs of its products, and the time "
+       "predicted for an H200, are those of `gpu_budget.py`. Limit: the longer of bytes over the copy and FLOPs over "
+       "the product above; share: the limit over the measured time. For PyTorch's operations, bytes are those of "
+       "whole tensors, also where an operation is a view or touches a part, so a share can exceed 100 %."),
+    "tests": Table("Tests", [
+        Column("file of `tests/gpu`", "file"), *(Column(f"{name}:", name) for name in OUTCOMES),
+        Column("failures", "failures"),
+    ]),
+    "items": Table("Items", [
+        Column("item", "item"), Column("seconds:", "seconds", ",.1f"), Column("kernels compiled:", "compiled"),
+        Column("", "ended"),
+    ], "Kernels that were compiled meanwhile make an item's first call slow."),
+}  # fmt: skip
 
 
 def page(record: Record) -> list[str]:
     """Return all tables of one card."""
-    facts = record.facts()
-    results, dtype, hardware = _results(record, facts), facts["dtype"], facts["hardware"]
-    commands = ", ".join(f"`{command}`" for command in facts["commands"])
+    *_, facts = record.rows("facts")
+    rates = next(iter(record.rows("rates")), dict.fromkeys(("copy", "products", "peak"), math.nan))
+    rows = {name: record.rows(name) for name in TABLES}
+    rows |= {"targets": list(targets(rows, rates)), "variants": _variants(rows["variants"])}
+    rows["tests"] = list(_tests(rows["tests"]))
+    lines = []
+    for name, table in TABLES.items():
+        # Kernels have a table for each step.
+        for step in dict.fromkeys(x.get("step", "") for x in rows[name]):
+            found = [x for x in rows[name] if x.get("step", "") == step]
+            titled = table._replace(title=table.title.format(step))
+            lines += titled.lines(_kernels(found, rates) if step else found, rates)
+    wrong = [f"{x['operator']} ({x['form']})" for x in (*rows["operators"], *rows["variants"]) if x.get("wrong")]
+    warning = f"**Not what the eager form computes: {', '.join(wrong)}. Their times mean nothing.**"
+    commands = dict.fromkeys(f"`{x['command']}`" for x in record.rows("facts"))
     return [
-        f"# {hardware.partition(';')[0]}", "", f"{hardware}.", "",
-        f"{dtype}, medians of {facts['repeats']} calls after {facts['warm_ups']}, fewer where calls are "
-        "long; on a GPU, operators without the time that the host takes to launch them. " + _rates(results.rates), "",
-        *_warning(results, dtype), *_targets(results), *_operators(results, dtype), *_trainings(results),
-        *_decodings(results), *_tried(list(record.results(Tried)), dtype), *_noted(list(record.results(Noted))),
-        *kernel_sections(record, results.rates), *_items(record.all_ended()), f"Written by {commands}.",
+        f"# {facts['hardware'].partition(';')[0]}", "", f"{facts['hardware']}.", "",
+        f"bfloat16, medians of {facts['repeats']} calls after {facts['warm_ups']}, fewer where calls are long; on a "
+        "GPU, operators without the time that the host takes to launch them. A large copy moves "
+        f"{rates['copy'] / 1e9:,.0f} GB/s, and a large product makes {rates['products'] / 1e12:,.2f} TFLOP/s; the peak "
+        f"that MFU is counted by is {rates['peak'] / 1e12:,.2f}.", "",
+        *([warning, ""] if wrong else []), *lines, f"Written by {', '.join(commands)}.",
     ]  # fmt: skip
 
 
-def _results(record: Record, facts: dict[str, Any]) -> Results:
-    kinds = (Timing, Agreement, Training, Decoding)
-    return Results(
-        next(record.results(Rates), None), getattr(torch, facts["dtype"]).itemsize,
-        *(list(record.results(kind)) for kind in kinds),
-    )  # fmt: skip
+def _variants(rows: list[Row]) -> list[Row]:
+    """Compare each with the chosen form of its family, and name the winners."""
+    today = {x["family"]: x["seconds"][1] for x in rows if x["form"] == GECKO}
+    winners = {str(x) for x in won(rows)}
+    for x in rows:
+        x["share"] = x["seconds"][1] / today.get(x["family"], math.nan)
+        if f"{x['family']}: {x['form']}" in winners:
+            x["verdict"] = "**wins**"
+    return rows
 
 
-def _rates(rates: Rates | None) -> str:
-    if rates is None:
-        return "What a large copy and a large product reach was not measured."
-    return (
-        f"A large copy moves {rates.copy / 1e9:,.0f} GB/s, and a large product makes {rates.products / 1e12:,.2f} "
-        f"TFLOP/s; the peak that MFU is counted by is {rates.peak / 1e12:,.2f}."
-    )
+def _kernels(rows: list[Row], rates: Row) -> list[Row]:
+    """Add what is predicted for the step; the kernels that take longest come first."""
+    predictions: dict[str, Any] = read_object(PREDICTIONS, "predictions") if PREDICTIONS.exists() else {}
+    of = {x["kernel"]: x for x in predictions.get(rows[0]["step"], [])}
+    whole = {key: sum(x[key] for x in rows) for key in ("launches", "seconds")}
+    for x in rows:
+        x["part"] = x["seconds"] / whole["seconds"]
+        if found := of.get(x["kernel"]):
+            limit = max(found["bytes"] / rates["copy"], found["flops"] / rates["products"])
+            x |= {"predicted": found["seconds"], "bytes": found["bytes"], "flops": found["flops"]}
+            x |= {"limit": limit, "share": limit / x["seconds"]}
+    return [*sorted(rows, key=lambda x: -x["seconds"]), {"kernel": "all", "part": 1.0, **whole}]
 
 
-def _warning(results: Results, dtype: str) -> list[str]:
-    """Return a warning about wrong kernels, whose times are meaningless."""
-    wrong = [f"{a.operator} ({a.shape})" for a in results.agreements if a.is_wrong(dtype)]
-    return [f"**Not what the eager form computes: {', '.join(wrong)}. Their times mean nothing.**", ""] if wrong else []
+def _tests(rows: list[Row]) -> Iterator[Row]:
+    for file in dict.fromkeys(x["file"] for x in rows):
+        of = [x for x in rows if x["file"] == file]
+        counts = Counter(x["outcome"] for x in of)
+        failures = "; ".join(f"{x['test']}: {x['message']}" for x in of if x["outcome"] == "failed")
+        yield {"file": file, "failures": failures, **{name: str(counts[name]) for name in OUTCOMES}}
 
 
-def _goal(target: Target) -> str:
-    return f"≥ {target.least:.0%} {target.unit}" if target.least < 1 else f"≥ {target.least:g} {target.unit}"
+# ---- Targets
+
+SHAPE, MODEL = "gecko-7b", "gecko-1b"
+"""Of the targets of operators, on a row of 32,768 tokens, and of training."""
+SHARES = (
+    (AVERAGE, "forward", 0.20), (AVERAGE, "with backward", 0.20), (TIMESTEP, "forward", 0.70),
+    (TIMESTEP, "with backward", 0.60),
+)  # fmt: skip
+"""Target share of the copy."""
+SPEEDS = {(1, 4_096, CAPTURED_STEP): 1.2, (8, 4_096, ""): 0.9, (1, 32_768, ""): 1.5, (1, 131_072, ""): 3.0}
+"""Target speed relative to an eager Llama, by rows, tokens per row and form."""
+DECODED = {1: 0.56, 32: 0.69}
+"""Target share of the byte limit in decoding, by rows."""
 
 
-def _targets(results: Results) -> list[str]:
-    lines = ["## Targets", "", "| what | target | measured | |", "|---|---:|---:|---|"]
-    for target in targets(results):
-        value, form = target.value, ".0%" if target.least < 1 else ".2f"
-        found = "not measured" if value is None else f"{value:{form}}"
-        verdict = "" if value is None else "met" if value >= target.least else "missed"
-        lines.append(f"| {target.what} | {_goal(target)} | {found} | {verdict} |")
-    return [*lines, ""]
+def targets(rows: dict[str, list[Row]], rates: Row) -> Iterator[Row]:
+    """Yield targets beside what was measured."""
+    for what, least, unit, value in _measured(rows, rates):
+        form = ".0%" if least < 1 else ".2f"
+        found = {"what": what, "target": f"≥ {least:{'.0%' if least < 1 else 'g'}} {unit}", "measured": "not measured"}
+        verdict = "met" if value >= least else "missed"
+        yield found if math.isnan(value) else {**found, "measured": f"{value:{form}}", "verdict": verdict}
 
 
-def _operators(results: Results, dtype: str) -> list[str]:
-    return [
-        "## Operators", "",
-        "Forward, and forward with backward. Host: until it has launched all kernels, and host-bound where that takes "
-        "longer than the card's work. Difference: ‖y − exact‖ / ‖exact‖ of outputs and of gradients, the largest of "
-        "each, from the eager form in float64; in brackets, that of the eager form in the dtype of the kernels. More "
-        f"than {FACTOR:g} times as much, and than {ROUNDING[dtype]:.1g}, is WRONG. MB: each input and output once, "
-        "with gradients in backward. GFLOP: those of the equations, two for a product and an addition, three times as "
-        "many with backward. Shares are of the copy and the product above.", "",
-        "| operator | form | shape | card, ms | host, ms | difference | MB | GFLOP | copy bandwidth | matrix rate |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
-        *(_timing(timing, results, dtype) for timing in results.timings), "",
-    ]  # fmt: skip
+def _measured(rows: dict[str, list[Row]], rates: Row) -> Iterator[tuple[str, float, str, float]]:
+    """Yield what is aimed at, the least value, its unit and the measured one, which is NaN if it was not measured."""
 
+    def of(table: str, key: str, **wanted: Any) -> Any:
+        return next((x[key] for x in rows[table] if wanted.items() <= {n: x[n] for n in wanted}.items()), math.nan)
 
-def _timing(timing: Timing, results: Results, dtype: str) -> str:
-    start = f"| {timing.operator} | {timing.form} | {timing.shape}"
-    if timing.forward is None or timing.both is None:
-        return f"{start} | {timing.reason} | | | | | | |"
-    floor, size = timing.floor, results.element_size
-    host = f"{1e3 * timing.launching_forward:.3f} / {1e3 * timing.launching_both:.3f}"
-    shares = [
-        f"{kind(timing, False) or 0:.1%} / {kind(timing, True) or 0:.1%}"
-        for kind in (results.bandwidth, results.products)
-    ]
-    return (
-        f"{start} | {1e3 * timing.forward:.3f} / {1e3 * timing.both:.3f} "
-        f"| {host}{' **host-bound**' if timing.host_bound else ''} | {_agreement(results.agreement(timing), dtype)} "
-        f"| {floor.numbers_forward * size / 1e6:,.1f} / {floor.numbers_both * size / 1e6:,.1f} "
-        f"| {floor.flops_forward / 1e9:,.1f} / {floor.flops_both / 1e9:,.1f} | {shares[0]} | {shares[1]} |"
-    )
+    def operator(name: str, key: str, backward: bool) -> float:
+        found = of("operators", key, operator=name, form=GECKO, shape=SHAPE)
+        return found[backward] if isinstance(found, Sequence) else found
 
-
-def _agreement(agreement: Agreement | None, dtype: str) -> str:
-    if agreement is None or agreement.outputs is None or agreement.gradients is None:
-        return "" if agreement is None else f"not compared: {agreement.reason}"
-    found = f"{agreement.outputs:.1e} / {agreement.gradients:.1e}"
-    if agreement.eager_outputs is None or agreement.eager_gradients is None:
-        return f"{found} (from the eager form in {dtype})"
-    found += f" ({agreement.eager_outputs:.1e} / {agreement.eager_gradients:.1e})"
-    return f"**WRONG** {found}" if agreement.is_wrong(dtype) else found
-
-
-def _trainings(results: Results) -> list[str]:
-    return [
-        "## Training", "",
-        "| model | parameters | rows × tokens | recomputed | tokens/s | MFU | of the measured matrix rate | peak, GB |",
-        "|---|---:|---:|---|---:|---:|---:|---:|",
-        *(_training(training, results) for training in results.trainings), "",
-    ]  # fmt: skip
-
-
-def _training(training: Training, results: Results) -> str:
-    name = f"{training.model}, {training.form}" if training.form else training.model
-    size = f"{training.parameters / 1e6:,.1f} M | {training.rows} × {training.length:,}"
-    start = f"| {name} | {size} | {training.checkpointing}"
-    if training.speed is None:
-        return f"{start} | | | | |"
-    rates = results.rates
-    shares = ["", ""] if rates is None else [f"{training.utilisation(r):.1%}" for r in (rates.peak, rates.products)]
-    memory = "" if training.peak is None else f"{training.peak / 1e9:.1f}"
-    return f"{start} | {training.speed:,.0f} | {shares[0]} | {shares[1]} | {memory} |"
-
-
-def _decodings(results: Results) -> list[str]:
-    return [
-        "## Decoding rows side by side", "",
-        "Byte limit: weights, and what a token reads and writes of the states, over the bandwidth of the copy.", "",
-        "| model | rows | form | ms a step | of which the host launches, ms | tokens/s | GB | of the byte limit |",
-        "|---|---:|---|---:|---:|---:|---:|---:|",
-        *(_decoding(decoding, results) for decoding in results.decodings), "",
-    ]  # fmt: skip
-
-
-def _decoding(decoding: Decoding, results: Results) -> str:
-    share = results.byte_limit(decoding)
-    form = f"{decoding.form}, {decoding.variant}" if decoding.variant else decoding.form
-    return (
-        f"| {decoding.model} | {decoding.rows} | {form} | {1e3 * decoding.seconds:.3f} "
-        f"| {1e3 * decoding.launching:.3f} | {decoding.rows / decoding.seconds:,.0f} "
-        f"| {decoding.bytes_moved / 1e9:.2f} | {'' if share is None else f'{share:.0%}'} |"
-    )
-
-
-def _tried(found: list[Tried], dtype: str) -> list[str]:
-    if not found:
-        return []
-    winners = [str(x) for x in won(found, dtype)]
-    return [
-        "## Variants of kernels", "",
-        "Forward and backward of the operator. A variant wins that is not WRONG and takes "
-        f"{1 - AHEAD:.0%} less time than the chosen form, the fastest one of its family.", "",
-        "| operator | family | variant | ms | of today | difference | |", "|---|---|---|---:|---:|---|---|",
-        *(_trial(x, found, winners, dtype) for x in found), "",
-    ]  # fmt: skip
-
-
-def _trial(x: Tried, found: list[Tried], winners: list[str], dtype: str) -> str:
-    start = f"| {x.operator} | {x.family} | {x.variant}"
-    if x.seconds is None:
-        return f"{start} | | | {_cell(x.reason)} | |"
-    now = next((y.seconds for y in found if (y.family, y.variant) == (x.family, TODAY)), None)
-    share = "" if now is None else f"{x.seconds / now:.0%}"
-    verdict = "**wins**" if f"{x.family}: {x.variant}" in winners else ""
-    return f"{start} | {1e3 * x.seconds:.3f} | {share} | {_agreement(x.agreement, dtype)} | {verdict} |"
-
-
-def _noted(found: list[Noted]) -> list[str]:
-    if not found:
-        return []
-    return ["## Other numbers", "", "| what | | |", "|---|---:|---|",
-            *(f"| {_cell(x.name)} | {x.value:,.6g} | {x.unit} |" for x in found), ""]  # fmt: skip
-
-
-def _items(found: list[Ended]) -> list[str]:
-    """Return a table of how each item ended. Kernels that were compiled meanwhile make its first call slow."""
-    return ["## Items", "", "| item | seconds | kernels compiled | |", "|---|---:|---:|---|",
-            *(f"| {x.item} | {x.seconds:,.1f} | {x.compiled} | {_cell(x.reason) or 'measured'} |" for x in found),
-            ""]  # fmt: skip
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "/")
+    for name, what, least in SHARES:
+        value = operator(name, "bandwidth", what == "with backward") / rates["copy"]
+        yield f"{name}, {what}", least, "of copy bandwidth", value
+    yield f"{MIXING}, with backward", 0.55, "of the matrix rate", operator(MIXING, "rate", True) / rates["products"]
+    flops = of("training", "flops", model=MODEL, length=32_768, form="")
+    yield f"{MODEL}, training at 32,768", 0.50, "MFU", flops / rates["peak"]
+    for (count, length, form), least in SPEEDS.items():
+        ours = of("training", "speed", model=MODEL, rows=count, length=length, form=form)
+        theirs = of("training", "speed", model=f"{LLAMA}, equal to {MODEL}", rows=count, length=length, form="")
+        yield f"{MODEL}, training, {count} × {length:,} {form}".rstrip(), least, "× Llama's tokens/s", ours / theirs
+    for model in (MODEL, SHAPE):
+        for count, least in DECODED.items():
+            value = of("decoding", "bandwidth", model=model, form=CAPTURED, rows=count) / rates["copy"]
+            yield f"{model}, decoding {count} row{'s' * (count > 1)}", least, "of the byte limit", value

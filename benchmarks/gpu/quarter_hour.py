@@ -5,8 +5,8 @@
        nice -n 15 python3.12 benchmarks/gpu/quarter_hour.py --compile CACHE      # for sm_90; resumes where it stopped
 
        CACHE is an absolute path that both machines have: Triton's cache stores absolute paths, and compiles all again
-       if it is moved. It holds kernels of all variants and the C code that launches them: below 64 MB.
-       ``--check CACHE`` looks all of them up again and compiles nothing.
+       if it is moved. It holds kernels of all variants and the C code that launches them: below 64 MB. The same command
+       again counts what CACHE does not have: nothing.
     2. Try everything on small shapes on the CPU, in Triton's interpreter: nothing is run on a card for the first time.
 
        python benchmarks/gpu/quarter_hour.py --here --out FOLDER
@@ -40,7 +40,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,8 @@ sys.path[:1] = [str(ROOT / folder) for folder in ("benchmarks", "tests", "src")]
 
 if TYPE_CHECKING:
     from gpu.items import Item, Sizes
-    from gpu.record import Record
+    from gpu.record import Record, Row
+    from gpu.timing import Bench
 
 GRACE = 15.0
 """Seconds after its limit in which an item must end; then the process begins anew."""
@@ -64,68 +65,59 @@ class TimeLimit(BaseException):
     """An item took longer than its limit. No item that goes on after an error catches it."""
 
 
-def run(items: Sequence[Item], record: Record, deadline: float, memory: float, restart: Any) -> None:
+def run(items: Sequence[Item], record: Record, deadline: float, bench: Bench, restart: Callable[[], Any]) -> None:
     """Measure the items that this record does not have; ``deadline`` is on the clock ``time.time``.
 
     ``restart`` begins the process anew; it is called if an item does not end, or leaves a card that does not answer.
     """
-    from gpu.record import Ended
+    from gpu.record import Record
 
-    done = record.ended()
-    for item in (item for item in items if item.name not in done):
-        left, begun, compiled = deadline - time.time(), time.time(), Misses()
-        limit = min(item.limit, left)
-
-        def end(reason: str, item: Item = item, begun: float = begun, compiled: Misses = compiled) -> None:
-            record.end(Ended(item.name, reason, time.time() - begun, compiled.count))
-            print(f"{item.name}: {reason or 'measured'}, {time.time() - begun:.1f} s", flush=True)
-
-        if item.needs > memory:
-            end(f"needs a card with {item.needs / 1e9:.0f} GB; this one has {memory / 1e9:.0f} GB")
-        elif left < LEAST:
-            end("no time was left")
-        else:
-            with _watched(limit + GRACE, lambda end=end, limit=limit: (end(f"hung after {limit:.0f} s"), restart())):
-                reason, answers = _measured(item, limit, record, compiled)
-            end(reason)
-            if not answers:
-                restart()
+    done = {row["item"] for row in Record(record.path).rows("items")}
+    for item in items:
+        if item.name not in done:
+            _run(item, record, deadline - time.time(), bench, restart)
 
 
-def _measured(item: Item, limit: float, record: Record, compiled: Misses) -> tuple[str, bool]:
-    """Add the results of an item; return why it failed, or "", and whether the device still answers."""
+def _run(item: Item, record: Record, left: float, bench: Bench, restart: Callable[[], Any]) -> None:
+    """Measure an item unless too little memory or time is left."""
+    begun, compiled, limit = time.time(), list[str](), min(item.limit, left)
+
+    def end(reason: str) -> None:
+        seconds = time.time() - begun
+        record.add(item.name, {"table": "items", "ended": reason, "seconds": seconds, "compiled": len(compiled)})
+        print(f"{item.name}: {reason}, {seconds:.1f} s", flush=True)
+
+    if item.needs > bench.memory:
+        return end(f"needs a card with {item.needs / 1e9:.0f} GB; this one has {bench.memory / 1e9:.0f} GB")
+    if left < LEAST:
+        return end("no time was left")
+    with _watched(limit + GRACE, lambda: (end(f"hung after {limit:.0f} s"), restart())), misses(compiled):
+        reason, broken = _measured(item, limit, record), ""
+        try:
+            bench.settle()
+        except Exception as error:
+            broken = f"; the device does not answer: {str(error)[:100]}"
+    end(reason + broken)
+    if broken:
+        restart()
+
+
+def _measured(item: Item, limit: float, record: Record) -> str:
+    """Add the results of an item; return how that ended."""
     from gpu.timing import why
 
-    reason = ""
-    with compiled:
-        try:
-            with _limited(limit):
-                for result in item.results():
-                    record.add(item.name, result)
-        except TimeLimit:
-            reason = f"stopped after {limit:.0f} s"
-        except Exception as error:
-            reason = why(error)
-        except BaseException as error:  # pytest and others exit
-            traceback.print_exception(error)
-            reason = f"failed, {type(error).__name__}"
-        try:
-            _finish()
-        except Exception as error:
-            return f"{reason or 'failed'}; the device does not answer: {str(error)[:100]}", False
-    return reason, True
-
-
-def _finish() -> None:
-    """Wait for the device and free memory."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    try:
+        with _limited(limit):
+            for result in item.results():
+                record.add(item.name, result)
+    except TimeLimit:
+        return f"stopped after {limit:.0f} s"
+    except Exception as error:
+        return why(error)
+    except BaseException as error:  # pytest and others exit
+        traceback.print_exception(error)
+        return f"failed, {type(error).__name__}"
+    return "measured"
 
 
 @contextmanager
@@ -143,7 +135,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(seconds: float, hung: Any) -> Iterator[None]:
+def _watched(seconds: float, hung: Callable[[], Any]) -> Iterator[None]:
     """Call ``hung`` on a thread if the context does not end: a call into the driver hears no signal."""
     timer = threading.Timer(seconds, hung)
     timer.daemon = True
@@ -154,58 +146,52 @@ def _watched(seconds: float, hung: Any) -> Iterator[None]:
         timer.cancel()
 
 
-class Misses:
-    """Counts kernels that Triton compiles in a context because its cache does not have them."""
+@contextmanager
+def misses(found: list[str]) -> Iterator[None]:
+    """Within the context, add the kernels that Triton compiles because its cache does not have them."""
+    from triton import knobs
 
-    def __init__(self) -> None:
-        self.count = 0
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        found.extend([] if cache_hit else [src.name])
 
-    def __enter__(self) -> Misses:
-        from triton import knobs
-
-        knobs.compilation.listener = self._listen
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        from triton import knobs
-
+    knobs.compilation.listener = listen
+    try:
+        yield
+    finally:
         knobs.compilation.listener = None
-
-    def _listen(self, *, cache_hit: bool, **_: Any) -> None:
-        self.count += not cache_hit
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--first", action="store_true", help="measure what decides")
-    what.add_argument("--second", action="store_true", help="measure the headline and the rest")
-    what.add_argument("--compile", type=Path, metavar="CACHE", help="compile all kernels into this folder")
-    what.add_argument("--check", type=Path, metavar="CACHE", help="count the kernels that this folder does not have")
-    what.add_argument("--page", type=Path, metavar="FILE", help="write the page of a file of results beside it")
-    what.add_argument("--profile", help=argparse.SUPPRESS)  # what the card's profiler watches
+    parser.add_argument("--first", action="store_true", help="measure what decides")
+    parser.add_argument("--second", action="store_true", help="measure the headline and the rest")
     parser.add_argument("--here", action="store_true", help="small shapes, on the CPU; alone, both commands")
+    parser.add_argument("--compile", type=Path, metavar="CACHE", help="compile all kernels into this folder")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of a file of results beside it")
     parser.add_argument("--cache", type=Path, metavar="CACHE", help="Triton's cache, at the path where it was made")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results go")
     parser.add_argument("--earlier", type=Path, nargs="+", default=[], metavar="FILE", help="results of other commands")
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all items together")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="items or groups with this in their names"
+        "--only", nargs="+", default=[""], metavar="WORD", help="items or groups with this in their names"
     )
+    parser.add_argument("--profile", help=argparse.SUPPRESS)  # what the card's profiler watches
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    given = sys.argv[1:]
-    if "--here" in given and not {"--first", "--second", "--profile"} & set(given):
-        given = ["--first", *given]
-        parser.set_defaults(both=True)
-    arguments = parser.parse_args(given, argparse.Namespace(both="--first" not in sys.argv[1:] and "--here" in given))
-    if (arguments.first or arguments.second) and arguments.out is None:
+    arguments = parser.parse_args()
+    if arguments.compile or arguments.page or arguments.profile:
+        return arguments
+    if arguments.here and not (arguments.first or arguments.second):
+        arguments.first = arguments.second = True
+    if not (arguments.first or arguments.second):
+        parser.error("one of --first, --second, --here, --compile and --page must say what to do")
+    if arguments.out is None:
         parser.error("--out must name the folder of the results")
     return arguments
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
     """Set what Triton reads when it is imported."""
-    cache = arguments.compile or arguments.check or arguments.cache
+    cache = arguments.compile or arguments.cache
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
         os.environ["TRITON_STORE_BINARY_ONLY"] = "1"
@@ -214,15 +200,15 @@ def _prepare(arguments: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _sizes(arguments: argparse.Namespace) -> Sizes:
+def _sizes(here: bool) -> Sizes:
     import torch
     from gpu.items import of_a_card, of_this_machine
     from gpu.timing import Bench
 
-    if not arguments.here:
+    if not here:
         if not torch.cuda.is_available():
             sys.exit("A card must be there; PyTorch sees none. Without one, try --here.")
-        return of_a_card(Bench(torch.device("cuda", 0), torch.bfloat16, 15, 3))
+        return of_a_card(Bench(torch.device("cuda", 0), 15, 3))
     from kernels.interpreted.conftest import interpret_as_the_card_does
     from kernels.recording import take_kernels
     from pytest import MonkeyPatch
@@ -231,32 +217,20 @@ def _sizes(arguments: argparse.Namespace) -> Sizes:
     interpret_as_the_card_does(patch)
     take_kernels(patch)
     torch.set_num_threads(1)
-    return of_this_machine(Bench(torch.device("cpu"), torch.bfloat16, 1, 1))
+    return of_this_machine(Bench(torch.device("cpu")))
 
 
-def describe(record: Record, sizes: Sizes) -> None:
-    from gecko.ops.backends.dispatch import triton_kernels_installed
-    from gecko.train.throughput import describe_hardware
-
-    facts = describe_hardware(sizes.bench.device)
-    assert triton_kernels_installed()
+def _facts(bench: Bench) -> Row:
     import triton
 
-    facts["Software"] += f", Triton {triton.__version__}"
-    record.describe(
-        command=shlex.join(["python", "benchmarks/gpu/quarter_hour.py", *sys.argv[1:]]),
-        hardware="; ".join([facts.pop("GPU", "CPU"), *facts.values()]),
-        dtype=str(sizes.bench.dtype).removeprefix("torch."), repeats=sizes.bench.repeats,
-        warm_ups=sizes.bench.warm_ups,
-    )  # fmt: skip
+    from gecko.train.throughput import describe_hardware
 
-
-def card_name(sizes: Sizes) -> str:
-    """Return the name of the card for files."""
-    import torch
-
-    name = torch.cuda.get_device_name(sizes.bench.device) if sizes.bench.device.type == "cuda" else "here"
-    return re.sub(r"\W+", "_", name.lower())
+    found = describe_hardware(bench.device)
+    found["Software"] += f", Triton {triton.__version__}"
+    command = shlex.join(["python", "benchmarks/gpu/quarter_hour.py", *sys.argv[1:]])
+    hardware = "; ".join([found.pop("GPU", "CPU"), *found.values()])
+    counts = {"repeats": bench.repeats, "warm_ups": bench.warm_ups}
+    return {"table": "facts", "command": command, "hardware": hardware, **counts}
 
 
 def write_page(record: Record) -> Path:
@@ -270,36 +244,47 @@ def write_page(record: Record) -> Path:
 def main() -> None:
     arguments = parse()
     _prepare(arguments)
-    from gpu.record import Record
+    if arguments.page:
+        from gpu.record import Record
 
-    if arguments.page is not None:
         print(write_page(Record(arguments.page, arguments.earlier)))
-        return
-    if arguments.compile or arguments.check:
+    elif arguments.compile:
         from gpu.beforehand import compile_all
 
-        sys.exit(compile_all(arguments.only, check=arguments.check is not None))
-    sizes = _sizes(arguments)
-    from gpu.items import first, profiled, second
+        compile_all(arguments.only)
+    elif arguments.profile:
+        from gpu.items import profiled
 
-    if arguments.profile:
-        profiled(sizes, arguments.profile)
-        return
-    record = Record(arguments.out / f"{card_name(sizes)}.jsonl", arguments.earlier)
+        profiled(_sizes(arguments.here), arguments.profile)
+    else:
+        measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure the items of the commands that are asked for, and write their page."""
+    import torch
+    from gpu.items import first, second
+    from gpu.record import Record
+
+    sizes = _sizes(arguments.here)
+    card = "here" if arguments.here else re.sub(r"\W+", "_", torch.cuda.get_device_name(sizes.bench.device).lower())
+    record = Record(arguments.out / f"{card}.jsonl", arguments.earlier)
     until = arguments.until or time.time() + 60 * arguments.minutes
     if arguments.until is None:
-        describe(record, sizes)
+        facts = _facts(sizes.bench)
+        record.add(facts["command"], facts)
 
     def restart() -> None:
         os.execv(sys.executable, [sys.executable, __file__, *sys.argv[1:], "--until", str(until)])
 
-    items = first(sizes, record) if arguments.first else second(sizes, record)
-    if arguments.both:
-        items += second(sizes, record)[1:]
-    if arguments.here:
-        items = [dataclasses.replace(x, limit=INTERPRETED * x.limit) for x in items]
-    chosen = [x for x in items if not arguments.only or any(word in x.name for word in arguments.only)]
-    run(chosen, record, until, sizes.bench.memory, restart)
+    items = [*(first(sizes, record) if arguments.first else []), *(second(sizes, record) if arguments.second else [])]
+    slower = INTERPRETED if arguments.here else 1.0
+    chosen = {  # rates are in both commands
+        x.name: dataclasses.replace(x, limit=slower * x.limit)
+        for x in items
+        if any(word in x.name for word in arguments.only)
+    }
+    run(list(chosen.values()), record, until, sizes.bench, restart)
     print(write_page(record).read_text(encoding="utf-8"))
 
 

@@ -9,13 +9,17 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from gpu.record import Row
 from torch import Tensor
 
+from gecko.models import LanguageModel, ModelConfig, build_model
 from gecko.train.throughput import peak_flops
 
+DTYPE = torch.bfloat16
+"""Dtype of activations, and of the weights that decode."""
 LONGEST = 5.0
 """Approximate seconds for all calls of one function: a long function is called less often, but at least three times."""
 SCRATCH_BYTES, FILLS = 2**28, 48
@@ -29,12 +33,11 @@ def why(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return NO_ROOM
     traceback.print_exception(error)
-    first = str(error).strip().partition("\n")[0].replace("|", "/")
+    first = str(error).strip().partition("\n")[0]
     return f"failed, {type(error).__name__}: {first[:100]}"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Times of one call."""
 
     seconds: float
@@ -45,13 +48,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Bench:
-    """Device, dtype and number of repetitions of a measurement."""
+    """Device and number of repetitions of a measurement."""
 
     device: torch.device
-    dtype: torch.dtype
-    """Dtype of activations."""
-    repeats: int
-    warm_ups: int
+    repeats: int = 1
+    warm_ups: int = 1
+
+    @property
+    def is_card(self) -> bool:
+        return self.device.type == "cuda"
 
     def seconds(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
         """Return the median times of ``function`` after some warm-up calls; ``queued`` as for ``once``."""
@@ -60,7 +65,7 @@ class Bench:
         for _ in range(min(calls, self.warm_ups) - 2):
             self.once(function)
         timed = [self.once(function, queued=queued) for _ in range(min(calls, self.repeats))]
-        return Call(*(statistics.median(getattr(call, kind) for call in timed) for kind in ("seconds", "launching")))
+        return Call(*map(statistics.median, zip(*timed, strict=True)))
 
     def once(self, function: Callable[[], Any], *, queued: bool = False) -> Call:
         """Return the times of one call.
@@ -69,14 +74,16 @@ class Bench:
         that of the kernels, as in a long step, and not that of the host, and the cache contains none of the call's
         data.
         """
-        if self.device.type != "cuda":
+        if not self.is_card:
             begin = time.perf_counter()
             function()
             return Call(time.perf_counter() - begin, 0.0)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         if queued:
-            self._occupy()
+            scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+            for _ in range(FILLS):
+                scratch.zero_()
         first.record()
         begin = time.perf_counter()
         function()
@@ -85,54 +92,40 @@ class Bench:
         torch.cuda.synchronize(self.device)
         return Call(first.elapsed_time(last) / 1e3, launching)
 
-    def _occupy(self) -> None:
-        """Give the device some milliseconds of work."""
-        scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
-        for _ in range(FILLS):
-            scratch.zero_()
+    def random(self, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=dtype)
 
-    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
+    def model(self, config: ModelConfig) -> LanguageModel:
+        """Return a model with random weights, the same at each call."""
+        torch.manual_seed(0)
+        with self.device:
+            return build_model(config)
 
-    def reset_peak(self) -> None:
+    def settle(self) -> None:
+        """Wait for the device and free memory. Raise RuntimeError if a kernel failed: then CUDA no longer works."""
         gc.collect()
-        if self.device.type == "cuda":
+        if self.is_card:
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-
-    def check(self) -> None:
-        """Raise RuntimeError if an earlier kernel failed; CUDA then no longer works in this process."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     @property
     def memory(self) -> float:
         """Memory of the card in bytes; infinite for a CPU."""
-        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else math.inf
+        return torch.cuda.get_device_properties(self.device).total_memory if self.is_card else math.inf
 
     def peak(self) -> int | None:
-        """Return the largest memory in use since ``reset_peak``, in bytes; None on a CPU."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        """Return the largest memory in use since ``settle``, in bytes; None on a CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_card else None
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Highest rates of the device, measured in the same run."""
-
-    copy: float
-    """Bytes per second, read and written, of a large copy."""
-    products: float
-    """FLOP/s of a product of large square matrices."""
-    peak: float
-    """FLOP/s of the card according to its vendor, if known."""
-
-    @classmethod
-    def measure(cls, bench: Bench, numbers: int, size: int) -> Rates:
-        """Measure a copy of ``numbers`` numbers, and a product of ``size`` × ``size`` matrices."""
-        source = bench.random(numbers)
-        target = torch.empty_like(source)
-        copied = bench.seconds(lambda: target.copy_(source), queued=True).seconds
-        a, b = bench.random(size, size), bench.random(size, size)
-        multiplied = bench.seconds(lambda: a @ b, queued=True).seconds
-        peak = peak_flops(bench.device, bench.dtype)
-        return cls(2 * numbers * source.element_size() / copied, 2 * size**3 / multiplied, peak)
+def rates(bench: Bench, numbers: int, size: int) -> Row:
+    """Measure the highest rates of the device: bytes per second, read and written, of a copy of ``numbers`` numbers,
+    and FLOP/s of a product of ``size`` × ``size`` matrices. The peak is that of the vendor, if known."""
+    source = bench.random(numbers)
+    target = torch.empty_like(source)
+    copied = bench.seconds(lambda: target.copy_(source), queued=True).seconds
+    a, b = bench.random(size, size), bench.random(size, size)
+    multiplied = bench.seconds(lambda: a @ b, queued=True).seconds
+    found = {"copy": 2 * source.nbytes / copied, "products": 2 * size**3 / multiplied}
+    return {"table": "rates", **found, "peak": peak_flops(bench.device, DTYPE)}

@@ -1,4 +1,4 @@
-"""A whole training step, eager or captured: tokens/s, MFU and memory of Gecko and of a Llama of equal size."""
+"""Training steps of Gecko and of a Llama of equal size: tokens/s, MFU and memory, and what must not change them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from gpu.record import Row, noted
 from gpu.timing import NO_ROOM, Bench, why
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from gecko.config import GeckoConfig
-from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, meta_model
+from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.parallel.mesh import MeshSizes
+from gecko.parallel.sharding import shard_model
 from gecko.plan.memory import step_memory
-from gecko.runtime import tensors
+from gecko.runtime.tensors import to_device
 from gecko.train import Run
+from gecko.train.model import compile_block
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
-from gecko.train.step import BatchPart, Precision, Step, compute_gradients
+from gecko.train.step import BatchPart, Step, compute_gradients
 from gecko.train.throughput import flops_per_token
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
@@ -31,33 +36,8 @@ LLAMA_HEAD = 64
 LLAMA = "Llama, SDPA flash"
 CAPTURED_STEP = "captured"
 """Form of a step whose forward and backward are one graph."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """Results of one model at one row length. Numbers are None if no mode fits."""
-
-    model: str
-    parameters: int
-    length: int
-    flops: float
-    """FLOPs per token."""
-    checkpointing: str = ""
-    seconds: float | None = None
-    peak: int | None = None
-    """Largest memory in use on the card, in bytes."""
-    rows: int = 1
-    form: str = ""
-    """"captured" if forward and backward are one graph, or what differs from the package's constants."""
-
-    @property
-    def speed(self) -> float | None:
-        """Tokens/s."""
-        return None if self.seconds is None else self.rows * self.length / self.seconds
-
-    def utilisation(self, rate: float) -> float | None:
-        """Return the model FLOP/s as a share of ``rate`` FLOP/s."""
-        return None if self.speed is None else self.speed * self.flops / rate
+Gradients = Callable[[], Tensor]
+"""Computes gradients in the place of the last ones, and returns the loss."""
 
 
 def equal_llama(config: GeckoConfig) -> LlamaConfig:
@@ -75,37 +55,6 @@ def count(config: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in meta_model(config).parameters())
 
 
-def train(name: str, config: ModelConfig, length: int, bench: Bench, rows: int = 1, form: str = "") -> Training:
-    """Measure with the least recomputation that fits. Modes whose planned memory is too large are not tried."""
-    nothing = Training(name, count(config), length, flops_per_token(config, length), rows=rows, form=form)
-    reason = NO_ROOM
-    for checkpointing in CHECKPOINTING:
-        bytes_planned = planned(config, length, checkpointing, bench, rows)
-        if bytes_planned > bench.memory:
-            reason = f"does not fit ({bytes_planned / 1e9:.0f} GB planned, recomputing: {checkpointing})"
-            continue
-        bench.reset_peak()
-        try:
-            seconds = bench.seconds(Steps.of(config, rows, length, bench, checkpointing)).seconds
-        except Exception as error:
-            reason = why(error)
-            if reason == NO_ROOM:
-                continue
-            return dataclasses.replace(nothing, checkpointing=reason)
-        return dataclasses.replace(nothing, checkpointing=checkpointing, seconds=seconds, peak=bench.peak())
-    return dataclasses.replace(nothing, checkpointing=reason)
-
-
-def planned(config: ModelConfig, length: int, checkpointing: ActivationCheckpointing, bench: Bench, rows: int) -> int:
-    """Return the bytes on one card that ``gecko plan`` measures."""
-    precision: Precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
-    run = Run(
-        config, "runs/planned", batch_size=rows, sequence_length=length, steps=1, precision=precision,
-        activation_checkpointing=checkpointing,
-    )  # fmt: skip
-    return sum(step_memory(run, MeshSizes())[0].values())
-
-
 @dataclass
 class Steps:
     """Training steps of one model on the same random rows."""
@@ -113,90 +62,169 @@ class Steps:
     model: LanguageModel
     optimizer: torch.optim.Optimizer
     part: BatchPart
-    precision: Precision
 
     @classmethod
     def of(
-        cls, config: ModelConfig, rows: int, length: int, bench: Bench, checkpointing: ActivationCheckpointing
+        cls, config: ModelConfig, rows: int, length: int, bench: Bench, checkpointing: ActivationCheckpointing = "none"
     ) -> Steps:
-        torch.manual_seed(0)
-        with bench.device:
-            model = build_model(config)
+        model = bench.model(config)
         model.activation_checkpointing = checkpointing
         tokens = torch.randint(config.vocab_size, (rows, length + 1), device=bench.device)
         weight = torch.ones((), dtype=torch.float64, device=bench.device)
         part = BatchPart(tokens[:, :-1], tokens[:, 1:], torch.zeros((rows, length), dtype=torch.int64), weight)
-        precision = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
-        return cls(model, build_optimizer(model, OptimizerSettings()), part, precision)
+        return cls(model, build_optimizer(model, OptimizerSettings()), part)
 
     def __call__(self) -> None:
         """Make a whole step."""
-        Step(self.model, self.optimizer, 1.0, self.precision).start([self.part], 1e-4).wait()
-
-    def again(self) -> Steps:
-        """Return the steps with a new optimizer, of the parameters that the model has now."""
-        return dataclasses.replace(self, optimizer=build_optimizer(self.model, OptimizerSettings()))
+        Step(self.model, self.optimizer, 1.0, "bfloat16").start([self.part], 1e-4).wait()
 
     def gradients(self) -> Tensor:
         """Compute gradients in the place of the last ones, and return the loss."""
         self.model.zero_grad(set_to_none=False)
-        return compute_gradients(self.model, [self.part], self.precision)
+        return compute_gradients(self.model, [self.part], "bfloat16")
 
-    def update(self) -> None:
+    def step(self, gradients: Gradients) -> Tensor:
+        """Make a step whose gradients are computed so; return the loss before it."""
+        loss = gradients()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        return loss
+
+    def losses(self, gradients: Gradients, number: int) -> Tensor:
+        return torch.stack([self.step(gradients).detach().clone() for _ in range(number)])
 
 
-def captured(steps: Steps, device: torch.device) -> Callable[[], Tensor]:
+# ---- Speed and memory
+
+
+def train(name: str, config: ModelConfig, rows: int, length: int, bench: Bench, form: str = "") -> Row:
+    """Measure with the least recomputation that fits. Modes whose planned memory is too large are not tried.
+
+    Raises:
+        MemoryError: no mode fits.
+    """
+    for checkpointing in CHECKPOINTING:
+        bench.settle()
+        if planned(config, rows, length, checkpointing) <= bench.memory:
+            try:
+                seconds = bench.seconds(Steps.of(config, rows, length, bench, checkpointing)).seconds
+                return _row(name, config, rows, length, bench, seconds, checkpointing, form)
+            except Exception as error:
+                if why(error) != NO_ROOM:
+                    raise
+    raise MemoryError(NO_ROOM)
+
+
+def _row(
+    name: str, config: ModelConfig, rows: int, length: int, bench: Bench, seconds: float, recomputed: str, form: str
+) -> Row:
+    speed = rows * length / seconds
+    return {
+        "table": "training", "model": name, "form": form, "parameters": count(config), "rows": rows, "length": length,
+        "recomputed": recomputed, "speed": speed, "flops": speed * flops_per_token(config, length),
+        "memory": bench.peak(),
+    }  # fmt: skip
+
+
+def planned(config: ModelConfig, rows: int, length: int, checkpointing: ActivationCheckpointing) -> int:
+    """Return the bytes on one card that ``gecko plan`` measures."""
+    run = Run(
+        config, "runs/planned", batch_size=rows, sequence_length=length, steps=1, precision="bfloat16",
+        activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    return sum(step_memory(run, MeshSizes())[0].values())
+
+
+def train_captured(name: str, config: ModelConfig, rows: int, length: int, bench: Bench, number: int) -> Iterator[Row]:
+    """Compare the losses of steps whose forward and backward are one graph with those of eager steps, and time them."""
+    eager = Steps.of(config, rows, length, bench)
+    wanted = eager.losses(eager.gradients, number)
+    del eager
+    bench.settle()
+    steps = Steps.of(config, rows, length, bench)
+    gradients = captured(steps, bench)
+    apart = float((steps.losses(gradients, number) - wanted).abs().max())
+    yield noted(f"{name}: largest difference of {number} losses, captured and eager", apart, "nats")
+    seconds = bench.seconds(lambda: steps.step(gradients)).seconds
+    yield _row(name, config, rows, length, bench, seconds, "none", CAPTURED_STEP)
+
+
+def captured(steps: Steps, bench: Bench) -> Gradients:
     """Return a function that computes gradients by one graph of forward and backward, and returns the loss.
 
     What the host copies to the device, layouts of documents that do not change, is copied once before. On a CPU nothing
     is captured.
     """
     steps.gradients()  # allocates the gradients
-    if device.type != "cuda":
+    if not bench.is_card:
         return steps.gradients
-    with _copies_kept() as copies:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                copies.begin()
-                steps.gradients()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        copies.begin(again=True)
-        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-            loss = steps.gradients()
+    stream, graph, copied = torch.cuda.Stream(), torch.cuda.CUDAGraph(), list[Tensor]()
 
-    def replay() -> Tensor:
+    def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
+        copied.append(to_device(tensor, device))
+        return copied[-1]
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        steps.gradients()
+        with _copying_by(copy):
+            steps.gradients()
+    torch.cuda.current_stream().wait_stream(stream)
+    again = iter(copied)
+    with _copying_by(lambda *_: next(again)), torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        loss = steps.gradients()
+
+    def replay(_: list[Tensor] = copied) -> Tensor:  # the graph reads the copies, so they must stay
         graph.replay()
         return loss
 
     return replay
 
 
-class _Copies:
-    """Copies to the device, in order; while a graph is captured, those of the last call are used again."""
-
-    def __init__(self, copy: Callable[..., Tensor]) -> None:
-        self._copy, self._kept, self._next, self._again = copy, list[Tensor](), 0, False
-
-    def begin(self, again: bool = False) -> None:
-        self._kept, self._next, self._again = self._kept if again else [], 0, again
-
-    def __call__(self, tensor: Tensor, device: torch.device | str) -> Tensor:
-        if not self._again:
-            self._kept.append(self._copy(tensor, device))
-        self._next += 1
-        return self._kept[self._next - 1]
-
-
 @contextmanager
-def _copies_kept() -> Iterator[_Copies]:
-    copies = _Copies(tensors.to_device)
+def _copying_by(copy: Callable[..., Tensor]) -> Iterator[None]:
+    """Within the context, the package copies to the device by ``copy``."""
     modules = [x for name, x in list(sys.modules.items()) if name.startswith("gecko.") and hasattr(x, "to_device")]
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(patch.object(module, "to_device", copies))
-        yield copies
+            stack.enter_context(patch.object(module, "to_device", copy))
+        yield
+
+
+# ---- Single questions
+
+
+def sharded(config: ModelConfig, rows: int, length: int, bench: Bench) -> Row:
+    """Compare losses of steps of a model that is sharded on a world of one rank with those of a plain one."""
+    plain = Steps.of(config, rows, length, bench)
+    backend = "nccl" if bench.is_card else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Steps.of(config, rows, length, bench).model
+        shard_model(model, init_device_mesh(bench.device.type, (1,)), bfloat16=True)
+        steps = Steps(model, build_optimizer(model, OptimizerSettings()), plain.part)
+        apart = float((steps.losses(steps.gradients, 3) - plain.losses(plain.gradients, 3)).abs().max())
+    finally:
+        dist.destroy_process_group()
+    return noted("largest difference of 3 losses, sharded on one rank and plain", apart, "nats")
+
+
+def recomputed(config: ModelConfig, rows: int, length: int, bench: Bench) -> Row:
+    """Compare the gradients of a model that recomputes all activations with those of one that keeps them."""
+    kept, again = (Steps.of(config, rows, length, bench, checkpointing) for checkpointing in ("none", "full"))
+    for steps in (kept, again):
+        steps.gradients()
+    grads = ([x.grad for x in steps.model.parameters() if x.grad is not None] for steps in (kept, again))
+    apart = [(a - b).norm() / a.norm().clamp(min=1e-30) for a, b in zip(*grads, strict=True)]
+    worst = float(torch.stack(apart).max())
+    return noted("largest relative difference of a gradient, recomputed and kept", worst, "")
+
+
+def with_compiled_blocks(config: ModelConfig, rows: int, length: int, bench: Bench) -> Row:
+    """Time gradients of a model with compiled blocks, beside those of the same one before."""
+    steps = Steps.of(config, rows, length, bench)
+    plain = bench.seconds(steps.gradients).seconds
+    for block in steps.model.blocks:
+        compile_block(block, **({} if bench.is_card else {"backend": "aot_eager"}))
+    compiled = bench.seconds(steps.gradients).seconds
+    return noted("step with compiled blocks, of the time without", compiled / plain, "")

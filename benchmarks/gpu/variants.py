@@ -21,7 +21,9 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import Mock, patch
 
-from gpu.steps import kernel_name
+from gpu.kernel_times import kernel_name
+from gpu.operators import ATTENTION, AVERAGE, GECKO, HEAD, MEMORY, NORM, QUERY_KEY, TIMESTEP
+from gpu.record import Row
 
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch, blocks, tile
@@ -29,6 +31,8 @@ from gecko.ops.chunk_attention import triton_wide
 
 FOLDER = Path(__file__).parents[2] / "build" / "variants"
 """Where edited modules are written: Triton reads the source of kernels from files."""
+AHEAD = 0.97
+"""Share of the time of the chosen form that a variant may take at most: less is more than the spread of two runs."""
 
 Change = Callable[[Launch], Launch]
 Edits = Mapping[str, Sequence[tuple[str, str]]]
@@ -42,9 +46,9 @@ class Variant:
     family: str
     """Variants of one family exclude each other."""
     name: str
-    kernels: Mapping[str, str | None]
-    """By name of the kernel, the module of its edited form; None if its code is not edited."""
+    kernels: Sequence[str] = ()
     edits: Edits = dataclasses.field(default_factory=dict)
+    """Of the modules of these kernels, and of what they import."""
     change: Change = lambda launch: launch
     constants: tuple[tuple[Any, str, Any], ...] = ()
     """Objects, names and values of constants to replace."""
@@ -54,12 +58,11 @@ class Variant:
 
     def of(self, launch: Launch) -> Launch:
         """Return the launch in this form."""
-        name = kernel_name(launch)
-        if name not in self.kernels:
+        if kernel_name(launch) not in self.kernels:
             return launch
-        module = self.kernels[name]
-        if module is not None:
-            code = edited(self.edits, f"{self.family}_{self.name}", module)
+        module = launch.kernel.fn.__module__.removeprefix("gecko.ops.")
+        if module in self.edits:
+            code = edited(self.edits, str(self), module)
             launch = dataclasses.replace(launch, kernel=getattr(code, launch.kernel.__name__))
         return self.change(launch)
 
@@ -117,15 +120,13 @@ def _edited(edits: tuple[Any, ...], name: str, module: str) -> ModuleType:
     return sys.modules[own]
 
 
-def sized(launch: Launch, *, warps: int | None = None, stages: int | None = None, registers: int | None = None,
-          **arguments: Any) -> Launch:  # fmt: skip
-    """Return the launch with other sizes; None leaves a size as it is."""
-    given = {"warps": warps, "stages": stages, "registers": registers}
-    given = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(launch, arguments={**launch.arguments, **arguments}, **given)
+def sized(launch: Launch, **sizes: Any) -> Launch:
+    """Return the launch with other warps, stages or registers, and other arguments of the kernel."""
+    own = {name: sizes.pop(name) for name in ("warps", "stages", "registers") if name in sizes}
+    return dataclasses.replace(launch, arguments={**launch.arguments, **sizes}, **own)
 
 
-# ---- Moving average
+# ---- The variants
 
 _ROUNDED_INTO_STATE = (
     ("product(b_x, g_real, z_real, precision), product(b_x, g_imag, z_imag, precision)",
@@ -151,61 +152,16 @@ _FLOAT16 = (
 )  # fmt: skip
 """Tables, states and inputs in float16: one product in the place of two and three."""
 
-
-def _moving_averages() -> Iterator[Variant]:
-    forward, backward = "cema.triton_forward", "cema.triton_backward"
-    for name, edits, both in (("rounded into the state", _ROUNDED_INTO_STATE, True), ("float16", _FLOAT16, False)):
-        kernels = {"cema.filter_kernel": forward} | ({"cema.gradients_kernel": backward} if both else {})
-        yield Variant("moving average", name, kernels, {forward: edits, backward: ()})
+_STAGED = "for begin in range(i_part % programs * steps, length, programs * steps):"
 
 
-# ---- Norms
-
-
-def _norms() -> Iterator[Variant]:
-    for warps, steps in ((4, 1), (8, 2), (16, 2)):
-        change = partial(sized, warps=warps, steps=steps)
-        yield Variant("norm gradients", f"{warps} warps, {steps} rows", {"norms._gradients": None}, change=change)
-
-
-def _timestep_norms() -> Iterator[Variant]:
-    kernels = {"timestep_norm.normalise_tiles": None, "timestep_norm.gradients": None}
-    yield Variant("timestep norm", "2 warps", kernels, change=partial(sized, warps=2))
-
-
-def _qk_scale_shifts() -> Iterator[Variant]:
-    module, name = "qk_scale_shift.triton", "qk_scale_shift._gradients"
-    loop = "for begin in range(i_part % programs * steps, length, programs * steps):"
-    staged = loop.replace("range(", "tl.range(").replace("):", ", num_stages=2):")
-    yield Variant("query-key gradients", "2 stages", {name: module}, {module: ((loop, staged),)})
-
-
-# ---- Attention, memory, head
-
-
-def _chains() -> Iterator[Variant]:
-    def change(launch: Launch, r: int, s: int, v: int | None, stages: int) -> Launch:
-        keys, values, rows = launch.arguments["key_width"], launch.arguments["value_width"], launch.grid[1]
-        launch = sized(launch, stages=stages, block_r=min(r, tile(keys)), block_s=min(s, tile(keys)))
-        if v is None or launch.kernel.__name__ != "_chain_kernel":  # backward has a row of results per block
-            return launch
-        return dataclasses.replace(sized(launch, block_v=v), grid=(blocks(values, v), rows))
-
-    kernels = {"working_memory._chain_kernel": None, "working_memory._chain_backward_kernel": None}
-    for r, s, v, stages in ((256, 32, None, 3), (256, 64, None, 3), (256, 64, 16, 3)):
-        yield Variant("memory chain", f"tiles {r}, {s}, {v or 'as before'}, {stages} stages", kernels,
-                      change=partial(change, r=r, s=s, v=v, stages=stages))  # fmt: skip
-
-
-def _scratches() -> Iterator[Variant]:
-    for bits in (25, 27, 28):
-        yield Variant("attention scratch", f"2^{bits} bytes", {}, constants=((triton_wide, "_SCRATCH", 2**bits),))
-
-
-def _heads() -> Iterator[Variant]:
-    for block, warps in ((4096, 8), (4096, 16)):
-        yield Variant("loss", f"blocks of {block}, {warps} warps", {"loss._token": None},
-                      change=partial(_head, block=block, warps=warps))  # fmt: skip
+def _chain(launch: Launch, r: int, s: int, v: int | None) -> Launch:
+    """Return a chain of memories with tiles of r × s, and of v values if that is given, in three stages."""
+    keys, values, rows = launch.arguments["key_width"], launch.arguments["value_width"], launch.grid[1]
+    launch = sized(launch, stages=3, block_r=min(r, tile(keys)), block_s=min(s, tile(keys)))
+    if v is None or launch.kernel.__name__ != "_chain_kernel":  # backward has a row of results per block
+        return launch
+    return dataclasses.replace(sized(launch, block_v=v), grid=(blocks(values, v), rows))
 
 
 def _head(launch: Launch, block: int, warps: int) -> Launch:
@@ -213,41 +169,74 @@ def _head(launch: Launch, block: int, warps: int) -> Launch:
     return sized(launch, warps=warps, registers=128, block=block)
 
 
-# ---- Decoding
+def _onto(launch: Launch, inner: int, stages: int) -> Launch:
+    return sized(launch, stages=stages, inner=min(inner, tile(launch.arguments["inputs"])))
 
 
-def _products_onto() -> Iterator[Variant]:
-    def change(launch: Launch, inner: int, stages: int) -> Launch:
-        return sized(launch, stages=stages, inner=min(inner, tile(launch.arguments["inputs"])))
-
-    for inner, stages in ((128, 4), (256, 6)):
-        yield Variant("decoder's products", f"{inner} inputs, {stages} stages", {"decoding.onto_kernel": None},
-                      change=partial(change, inner=inner, stages=stages))  # fmt: skip
-
-
-def without_barriers() -> Variant:
-    """Return the decoder without barriers: only to learn whether it computes other numbers then."""
-    average, mixer, pair = "decoding.triton_average", "decoding.triton_mixer", (("tl.debug_barrier()", "pass"),)
-    kernels = {"decoding.average_kernel": average} | {
-        f"decoding.{name}": mixer for name in ("heads_kernel", "mix_kernel", "enter_kernel")
-    }
-    return Variant("barriers", "none", kernels, {average: pair, mixer: pair})
-
+_FORWARD, _BACKWARD = "cema.triton_forward", "cema.triton_backward"
+_AVERAGES = ("cema.filter_kernel", "cema.gradients_kernel")
+_TIMESTEPS = ("timestep_norm.normalise_tiles", "timestep_norm.gradients")
+_CHAINS = ("working_memory._chain_kernel", "working_memory._chain_backward_kernel")
+_BARRIERS = {
+    f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_average", "triton_mixer")
+}  # fmt: skip
 
 OPERATORS = {
-    "moving average": (_moving_averages, "moving average"), "norm gradients": (_norms, "RMS norm"),
-    "timestep norm": (_timestep_norms, "timestep norm"), "query-key gradients": (_qk_scale_shifts, "qk-scale-shift"),
-    "memory chain": (_chains, "working memory"), "attention scratch": (_scratches, "chunk attention"),
-    "loss": (_heads, "head and loss"),
+    "moving average": AVERAGE, "norm gradients": NORM, "timestep norm": TIMESTEP, "query-key gradients": QUERY_KEY,
+    "memory chain": MEMORY, "attention scratch": ATTENTION, "loss": HEAD,
 }  # fmt: skip
-"""By family, the variants and the operator that shows them."""
+"""By family, the operator that shows it."""
+VARIANTS = [
+    Variant("moving average", "rounded into the state", _AVERAGES, {_FORWARD: _ROUNDED_INTO_STATE, _BACKWARD: ()}),
+    Variant("moving average", "float16", _AVERAGES[:1], {_FORWARD: _FLOAT16}),
+    *(
+        Variant("norm gradients", f"{warps} warps, {steps} rows", ("norms._gradients",),
+                change=partial(sized, warps=warps, steps=steps))
+        for warps, steps in ((4, 1), (8, 2), (16, 2))
+    ),
+    Variant("timestep norm", "2 warps", _TIMESTEPS, change=partial(sized, warps=2)),
+    Variant("query-key gradients", "2 stages", ("qk_scale_shift._gradients",), {"qk_scale_shift.triton": (
+        (_STAGED, _STAGED.replace("range(", "tl.range(").replace("):", ", num_stages=2):")),
+    )}),
+    *(
+        Variant("memory chain", f"tiles {r}, {s}, {v or 'as before'}, 3 stages", _CHAINS,
+                change=partial(_chain, r=r, s=s, v=v))
+        for r, s, v in ((256, 32, None), (256, 64, None), (256, 64, 16))
+    ),
+    *(
+        Variant("attention scratch", f"2^{bits} bytes", constants=((triton_wide, "_SCRATCH", 2**bits),))
+        for bits in (25, 27, 28)
+    ),
+    *(
+        Variant("loss", f"blocks of 4096, {warps} warps", ("loss._token",),
+                change=partial(_head, block=4096, warps=warps))
+        for warps in (8, 16)
+    ),
+]  # fmt: skip
+"""Those of operators."""
+OF_DECODING = [
+    Variant("decoder's products", f"{inner} inputs, {stages} stages", ("decoding.onto_kernel",),
+            change=partial(_onto, inner=inner, stages=stages))
+    for inner, stages in ((128, 4), (256, 6))
+]  # fmt: skip
+WITHOUT_BARRIERS = Variant(
+    "barriers", "none", [f"decoding.{name}_kernel" for name in ("average", "heads", "mix", "enter")], _BARRIERS
+)
+"""Only to learn whether the decoder computes other numbers then."""
 
 
-def of_operators() -> Iterator[tuple[str, list[Variant]]]:
-    """Yield the operator of each family with its variants."""
-    for make, operator in OPERATORS.values():
-        yield operator, list(make())
+def of_family(family: str) -> list[Variant]:
+    """Return the chosen form, and the variants of a family."""
+    return [Variant(family, GECKO), *(x for x in VARIANTS if x.family == family)]
 
 
-def of_decoding() -> list[Variant]:
-    return list(_products_onto())
+def won(found: Sequence[Row]) -> list[Variant]:
+    """Return the winning variant of each family that has one: the fastest that is as right as the eager form."""
+    winners = []
+    for family in OPERATORS:
+        both = {x["form"]: x["seconds"][1] for x in found if x["family"] == family}
+        right = [x["form"] for x in found if x["family"] == family and x["wrong"] is False]
+        best = min(right, key=both.__getitem__, default=GECKO)
+        if best != GECKO and both[best] <= AHEAD * both.get(GECKO, 0.0):
+            winners += [x for x in of_family(family) if x.name == best]
+    return winners

@@ -17,11 +17,10 @@ import triton.language as tl
 from gpu import quarter_hour, variants
 from gpu.decoding import bytes_of_states
 from gpu.items import Item
-from gpu.operators import Operator, Yardstick
+from gpu.operators import GECKO, Floor, Operator, is_wrong, yardstick
 from gpu.page import page
-from gpu.record import TODAY, Agreement, Noted, Record, Tried
-from gpu.shapes import Floor
-from gpu.winners import won
+from gpu.record import Record, Row, noted
+from gpu.timing import Bench
 from kernels.compiling import compiled
 from kernels.recording import Configuration
 from torch._library.custom_ops import OPDEFS
@@ -32,13 +31,22 @@ from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch
 from gecko.state import GeckoState
 
-FACTS = {"command": "a command", "hardware": "Card; 1 core", "dtype": "bfloat16", "repeats": 1, "warm_ups": 1}
+FACTS = {"table": "facts", "command": "a command", "hardware": "Card; 1 core", "repeats": 1, "warm_ups": 1}
+
+
+class Card(Bench):
+    """A card with a gigabyte."""
+
+    memory = 1e9
+
+
+CARD = Card(torch.device("cpu"))
 ROOT = Path(__file__).parents[2]
 
 
-def results(*values: float, error: BaseException | None = None, late: bool = False) -> Iterator[Noted]:
+def results(*values: float, error: BaseException | None = None, late: bool = False) -> Iterator[Row]:
     for value in values:
-        yield Noted("number", value, "m")
+        yield noted("number", value, "m")
     if error is not None:
         raise error
     while late:
@@ -55,8 +63,16 @@ def item(name: str, *values: float, limit: float = 60.0, needs: float = 0.0, **h
 @pytest.fixture
 def record(tmp_path: Path) -> Record:
     record = Record(tmp_path / "card.jsonl")
-    record.describe(**FACTS)
+    record.add("a command", FACTS)
     return record
+
+
+def values(record: Record) -> list[float]:
+    return [x["value"] for x in record.rows("other")]
+
+
+def ended(record: Record) -> dict[str, str]:
+    return {x["item"]: x["ended"] for x in record.rows("items")}
 
 
 def restarted() -> None:
@@ -68,52 +84,56 @@ def test_an_item_loses_only_what_was_left_of_it(record):
         item("first", 1.0), item("fails", 2.0, error=ValueError("a | b")), item("exits", error=SystemExit(3)),
         item("late", 3.0, limit=0.3, late=True), item("large", needs=2e9), item("last", 4.0),
     ]  # fmt: skip
-    quarter_hour.run(items, record, time.time() + 600, 1e9, restarted)
-    assert [x.value for x in record.results(Noted)] == [1.0, 2.0, 3.0, 4.0]
-    ended = {name: x.reason for name, x in record.ended().items()}
-    assert ended["fails"] == "failed, ValueError: a / b" and ended["exits"] == "failed, SystemExit"
-    assert ended["late"] == "stopped after 0 s" and "needs a card with 2 GB" in ended["large"]
-    assert ended["first"] == ended["last"] == ""
+    quarter_hour.run(items, record, time.time() + 600, CARD, restarted)
+    assert values(record) == [1.0, 2.0, 3.0, 4.0]
+    how = ended(record)
+    assert how["fails"] == "failed, ValueError: a | b" and how["exits"] == "failed, SystemExit"
+    assert how["late"] == "stopped after 0 s" and "needs a card with 2 GB" in how["large"]
+    assert how["first"] == how["last"] == "measured"
     text = "\n".join(page(record))
-    assert "| number | 4 | m |" in text and "stopped after 0 s" in text
+    assert "| number | 4 | m |" in text and "stopped after 0 s" in text and "failed, ValueError: a / b" in text
 
 
 def test_what_no_time_is_left_for_is_named_and_what_ended_is_not_measured_again(record):
-    quarter_hour.run([item("first", 1.0)], record, time.time() + 600, 1e9, restarted)
-    quarter_hour.run([item("first", 2.0), item("second", 3.0)], record, time.time() + 1, 1e9, restarted)
-    assert [x.value for x in record.results(Noted)] == [1.0]
-    assert record.ended()["second"].reason == "no time was left"
+    quarter_hour.run([item("first", 1.0)], record, time.time() + 600, CARD, restarted)
+    quarter_hour.run([item("first", 2.0), item("second", 3.0)], record, time.time() + 1, CARD, restarted)
+    assert values(record) == [1.0] and ended(record)["second"] == "no time was left"
 
 
-def test_a_device_that_does_not_answer_begins_the_process_anew(record, monkeypatch):
-    def broken() -> None:
+class Broken(Card):
+    def settle(self) -> None:
         raise RuntimeError("illegal address")
 
-    monkeypatch.setattr(quarter_hour, "_finish", broken)
+
+def test_a_device_that_does_not_answer_begins_the_process_anew(record):
     begun = []
-    quarter_hour.run([item("first", 1.0)], record, time.time() + 600, 1e9, lambda: begun.append(True))
-    assert begun == [True] and "does not answer: illegal address" in record.ended()["first"].reason
+    bench = Broken(torch.device("cpu"))
+    quarter_hour.run([item("first", 1.0)], record, time.time() + 600, bench, lambda: begun.append(True))
+    assert begun == [True] and "does not answer: illegal address" in ended(record)["first"]
 
 
 HANGS = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
+import torch
 from gpu import quarter_hour
 from gpu.items import Item
-from gpu.record import Noted, Record
+from gpu.record import Record, noted
+from gpu.timing import Bench
 quarter_hour.GRACE = 0.5
 
 def hangs():
-    yield Noted("before", 1.0, "")
+    yield noted("before", 1.0)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # a call into a driver hears no signal
     time.sleep(1_000)
 
 def last():
-    yield Noted("after", 2.0, "")
+    yield noted("after", 2.0)
 
 record = Record(Path(sys.argv[1]))
-quarter_hour.run([Item("hangs", 0.5, hangs), Item("last", 60, last)], record, time.time() + 600, 1e9,
+items, bench = [Item("hangs", 0.5, hangs), Item("last", 60, last)], Bench(torch.device("cpu"))
+quarter_hour.run(items, record, time.time() + 600, bench,
                  lambda: os.execv(sys.executable, [sys.executable, __file__, *sys.argv[1:]]))
 """
 
@@ -124,21 +144,21 @@ def test_a_process_that_hangs_begins_anew_with_the_next_item(tmp_path):
     folders = [str(ROOT / name) for name in ("benchmarks", "tests", "src")]
     subprocess.run([sys.executable, str(script), str(lines), *folders], check=True, timeout=300)
     record = Record(lines)
-    assert [x.name for x in record.results(Noted)] == ["before", "after"]
-    assert record.ended()["hangs"].reason == "hung after 0 s" and record.ended()["last"].reason == ""
+    assert [x["what"] for x in record.rows("other")] == ["before", "after"]
+    assert ended(record) == {"hangs": "hung after 0 s", "last": "measured"}
 
 
 def test_a_line_that_was_cut_off_and_earlier_files_are_read(tmp_path, record):
     for path, value in ((tmp_path / "a.jsonl", 1.0), (tmp_path / "b.jsonl", 2.0)):
         earlier = Record(path)
-        earlier.describe(**{**FACTS, "command": path.name})
-        earlier.add("same", Noted("number", value, ""))
-        earlier.add(path.name, Noted("own", value, ""))
+        earlier.add(path.name, {**FACTS, "command": path.name})
+        earlier.add("same", noted("number", value))
+        earlier.add(f"of {path.name}", noted("own", value))
     with record.path.open("a") as file:
-        file.write('{"kind": "Noted", "item": "cut')
+        file.write('{"table": "other", "item": "cut')
     joined = Record(record.path, [tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-    assert [(x.name, x.value) for x in joined.results(Noted)] == [("number", 2.0), ("own", 1.0), ("own", 2.0)]
-    assert joined.facts()["commands"] == ["a.jsonl", "b.jsonl", "a command"]
+    assert [(x["what"], x["value"]) for x in joined.rows("other")] == [("number", 2.0), ("own", 1.0), ("own", 2.0)]
+    assert page(joined)[-1] == "Written by `a.jsonl`, `b.jsonl`, `a command`."
 
 
 def test_a_decoded_token_reads_and_writes_the_sums_of_its_chunk():
@@ -158,14 +178,14 @@ def test_a_decoded_token_reads_and_writes_the_sums_of_its_chunk():
 # ---- Rounding and errors
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, kernel: object, eager: object, x: torch.Tensor) -> Agreement:
+def compared(monkeypatch: pytest.MonkeyPatch, kernel: object, eager: object, x: torch.Tensor) -> Row:
     """Compare ``kernel`` with ``eager``, where an operator would choose its kernel."""
     monkeypatch.setattr(dispatch, "triton_kernels_run_on", lambda _: True)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         return (kernel if dispatch.triton_kernels_run_on(x) else eager)(x)
 
-    return Yardstick.of(Operator("an operator", call, [x], Floor(1, 1))).compare("a shape")
+    return yardstick(Operator("an operator", call, [x], Floor(1, 1)))()
 
 
 def centred(x: torch.Tensor) -> torch.Tensor:
@@ -176,39 +196,49 @@ def centred(x: torch.Tensor) -> torch.Tensor:
 def test_rounding_is_told_apart_from_an_error_of_the_same_size(monkeypatch):
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     rounds = compared(monkeypatch, lambda x: (x + 63.5) - (x.mean() + 63.5), centred, x)
-    assert rounds.outputs > 0.02 and rounds.is_wrong("bfloat16") is False
-    error = compared(monkeypatch, lambda x: x * (1 + rounds.outputs), lambda x: x * 1, x)
-    assert error.outputs == pytest.approx(rounds.outputs, rel=0.2) and error.is_wrong("bfloat16") is True
+    difference = rounds["difference"][0]
+    assert difference > 0.02 and rounds["wrong"] is False
+    error = compared(monkeypatch, lambda x: x * (1 + difference), lambda x: x * 1, x)
+    assert error["difference"][0] == pytest.approx(difference, rel=0.2) and error["wrong"] is True
     nothing = compared(monkeypatch, lambda x: x * float("nan"), lambda x: x * 1, x)
-    assert nothing.is_wrong("bfloat16") is True
-    assert Agreement("an operator", "a shape", 0.04, 0.04).is_wrong("bfloat16") is None
+    assert nothing["wrong"] is True
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such kernel")
+
+    missing = compared(monkeypatch, fails, lambda x: x * 1, x)
+    assert missing["wrong"] is None and "no such kernel" in missing["verdict"]
 
 
-def tried(variant: str, seconds: float, error: float = 2e-3) -> Tried:
-    agreement = Agreement("head and loss", "a shape", error, error, 2e-3, 2e-3)
-    return Tried("head and loss", "loss", variant, agreement, seconds)
+def tried(variant: str, seconds: float, error: float = 2e-3) -> Row:
+    wrong = is_wrong((error, error), (2e-3, 2e-3))
+    return {
+        "table": "variants", "operator": "head and loss", "family": "loss", "form": variant, "wrong": wrong,
+        "difference": [error, error], "seconds": [seconds / 3, seconds], "verdict": "**WRONG**" * wrong,
+    }  # fmt: skip
 
 
 def test_the_fastest_right_variant_wins_if_it_is_ahead_by_more_than_the_spread(record):
-    names = [x.name for x in variants._heads()]
-    assert won([tried(TODAY, 1.0), tried(names[0], 0.98)], "bfloat16") == []
-    found = [tried(TODAY, 1.0), tried(names[0], 0.5, error=0.5), tried(names[1], 0.9)]
-    assert [x.name for x in won(found, "bfloat16")] == [names[1]]
-    for x in (*found, replace(tried("other", 1.0), agreement=None, seconds=None, reason="spills")):
-        record.add("variants", x)
+    _, *names = (x.name for x in variants.of_family("loss"))
+    assert variants.won([tried(GECKO, 1.0), tried(names[0], 0.98)]) == []
+    found = [tried(GECKO, 1.0), tried(names[0], 0.5, error=0.5), tried(names[1], 0.9)]
+    assert [x.name for x in variants.won(found)] == [names[1]]
+    assert variants.won([tried(names[1], 0.9)]) == []
+    for x in found:
+        record.add(f"variants: {x['form']}", x)
     text = "\n".join(page(record))
-    assert text.count("**wins**") == 1 and "**WRONG** 5.0e-01" in text and "| other | | | spills | |" in text
+    assert text.count("**wins**") == 1 and "5.0e-01 / 5.0e-01 |  | **WRONG** |" in text
+    assert "Not what the eager form computes: head and loss" in text
 
 
-VARIANTS = [x for _, family in variants.of_operators() for x in family] + variants.of_decoding()
+VARIANTS = [*variants.VARIANTS, *variants.OF_DECODING, variants.WITHOUT_BARRIERS]
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, variants.without_barriers()], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_variants_edit_code_that_is_there(variant):
-    for name, module in variant.kernels.items():
-        if module is not None:
-            code = variants.edited(variant.edits, f"{variant.family}_{variant.name}", module)
-            assert callable(getattr(code, name.partition(".")[2]).fn)
+    codes = [variants.edited(variant.edits, str(variant), module) for module in variant.edits]
+    for name in variant.kernels if codes else ():
+        assert any(callable(getattr(getattr(code, name.partition(".")[2], None), "fn", None)) for code in codes)
 
 
 def test_edited_copies_leave_the_operators_registered():
@@ -227,7 +257,7 @@ def test_an_edit_of_code_that_is_gone_is_an_error():
 def test_applied_variants_change_what_is_launched(monkeypatch):
     seen: list[Launch] = []
     monkeypatch.setattr(Launch, "run", lambda launch: seen.append(launch))
-    (variant,) = variants._timestep_norms()
+    _, variant = variants.of_family("timestep norm")
     from gecko.ops.timestep_norm.triton import gradients
 
     launch = Launch(gradients, (1,), {}, 4)
@@ -260,11 +290,12 @@ def test_what_was_recorded_and_compiled_is_found_by_a_launch_and_misses_are_coun
     arguments = {"p_x": torch.empty(128), "p_y": torch.empty(128), "size": 128}
     assert target() == GPUTarget("cuda", 90, 32)
     compiled(Configuration.of(Launch(_copy, (1,), arguments, warps=2)), 90)
-    with quarter_hour.Misses() as misses:
+    found: list[str] = []
+    with quarter_hour.misses(found):
         _copy.warmup(**arguments, grid=(1,), num_warps=2, num_stages=1)
-        assert misses.count == 0
+        assert found == []
         _copy.warmup(**arguments, grid=(1,), num_warps=4, num_stages=1)
-    assert misses.count == 1
+    assert found == ["_copy"]
 
 
 def target() -> GPUTarget:
