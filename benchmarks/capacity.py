@@ -17,8 +17,9 @@ queries and keys. Of four learning rates each form has the one with the least lo
 in the middle cell, on rows of the tuning split.
 
 **Margin**, stated before the first run: in a cell two forms differ if the 95 % interval over three seeds of the paired
-difference in recall (Student's t) is beyond ±0.05 (``MARGIN``); over the grid if that of its mean over the cells with
-three seeds is. Every cell has one seed; cells in which any form recalls 0.2 to 0.9 have three of every form.
+difference in recall (Student's t) is beyond ±0.05 (``MARGIN``); over the grid if that of its mean over the cells at the
+edge is. Seed 0 of every cell chooses the edge, cells in which any form recalls 0.2 to 0.9 of the pairs, and no more;
+seeds 1 to 3 of every form in these cells answer.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from tables import RESULTS, Table, code_and_machine, half_width, rows_of
+from tables import CODE, WHERE, Interval, Table, arguments, best, over_seeds, rows_of
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -43,12 +43,12 @@ from gecko.inference.prefill import inference
 from gecko.layers.gated_attention import GatedAttention
 from gecko.models import Gecko
 from gecko.ops.loss import IGNORED
-from gecko.runtime.process import keep_freed_memory
+from gecko.runtime.process import keep_freed_memory, processor_name
 
 BEGIN, END = "<!-- benchmarks/capacity.py -->\n", "<!-- end capacity -->\n"
 """Marks of the table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
 MARGIN = 0.05
-PAIRS, WIDTHS, RATES, SEEDS = (4, 8, 16, 32, 64), (16, 32, 64, 128), (1e-3, 3e-3, 1e-2, 3e-2), 3
+PAIRS, WIDTHS, RATES, SEEDS = (4, 8, 16, 32, 64), (16, 32, 64, 128), (1e-3, 3e-3, 1e-2, 3e-2), range(1, 4)
 MIDDLE, EDGE = (16, 32), (0.2, 0.9)
 CHUNK, STEPS, ROWS, TEST_ROWS, KNOWN = 16, 2000, 32, 256, 0.02
 """Tokens of a chunk, steps, rows of a step and of a split, and the mean loss of 25 steps that ends the training."""
@@ -165,6 +165,7 @@ class Cell:
     rate: float
     split: str = "test"
     steps: int = STEPS
+    lines: ClassVar[int] = 1
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -172,8 +173,7 @@ class Cell:
         return tuple(map(str, parts))
 
 
-COLUMNS = ("split", "form", "pairs", "width", "seed", "rate", "steps", "recall", "loss", "steps_run", "commit",
-           "processor")  # fmt: skip
+COLUMNS = ("split", "form", "pairs", "width", "seed", "rate", "steps", "recall", "loss", "steps_run", *WHERE)
 
 
 def far_pairs(pairs: int, rows: int, *seed: object) -> SyntheticBatch:
@@ -218,7 +218,6 @@ def run(cell: Cell) -> list[tuple[object, ...]]:
     """Train and score a cell; return its line of the table."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    where = code_and_machine()
     model, steps = train(cell)
     batch = far_pairs(cell.pairs, TEST_ROWS, cell.split, cell.seed)
     with inference(model):
@@ -227,7 +226,7 @@ def run(cell: Cell) -> list[tuple[object, ...]]:
     distances = hits_by_distance(batch, logits.argmax(-1), CHUNK)
     assert min(distances) >= 2, "no query may see its pair by attention"
     hits = [hit for found in distances.values() for hit in found]
-    return [(*cell.key, f"{fmean(hits):.4f}", f"{loss:.4f}", steps, *where)]
+    return [(*cell.key, f"{fmean(hits):.4f}", f"{loss:.4f}", steps, *CODE, processor_name())]
 
 
 def found(form: str) -> dict[tuple[int, int], dict[int, float]]:
@@ -239,45 +238,63 @@ def found(form: str) -> dict[tuple[int, int], dict[int, float]]:
     return by_cell
 
 
-def grid(only: Sequence[str], steps: int, seeds: range, lines: Sequence[Mapping[str, str]]) -> Iterator[Cell]:
-    """Yield the cells of forms at their best rate: the first seed everywhere, others where any form is at the edge."""
-    lines = [row for row in lines if row["steps"] == str(steps)]
-    edge = {
+def edge(lines: Sequence[Mapping[str, str]], steps: int = STEPS) -> set[tuple[int, int]]:
+    """Return the cells (pairs, width) that seed 0 of any form chooses."""
+    return {
         (int(row["pairs"]), int(row["width"])) for row in lines
-        if (row["split"], row["seed"]) == ("test", "0") and EDGE[0] <= float(row["recall"]) <= EDGE[1]
+        if (row["split"], row["seed"], row["steps"]) == ("test", "0", str(steps))
+        and EDGE[0] <= float(row["recall"]) <= EDGE[1]
     }  # fmt: skip
+
+
+def cells_of(form: str) -> set[tuple[int, int]]:
+    return {(pairs, width) for width in (WIDTHS if form != NONE else (64,)) for pairs in PAIRS}
+
+
+def grid(only: Sequence[str], steps: int, seeds: range, lines: Sequence[Mapping[str, str]]) -> Iterator[Cell]:
+    """Yield the cells of forms at their best rate: seed 0 everywhere, others where any form is at the edge.
+
+    A form whose rates were not all run has none.
+    """
+    lines = [row for row in lines if row["steps"] == str(steps)]
+    at_edge = edge(lines, steps)
     for form in only:
-        tuned = {
-            float(row["rate"]): float(row["loss"]) for row in lines if (row["split"], row["form"]) == ("tuning", form)
-        }
-        rate = min(tuned, key=lambda rate: tuned[rate] if math.isfinite(tuned[rate]) else math.inf)
-        for width in WIDTHS if form != NONE else (64,):
-            for pairs in PAIRS:
-                if seeds.start == 0 or (pairs, width) in edge:
-                    yield from (Cell(form, pairs, width, seed, rate, "test", steps) for seed in seeds)
+        losses = {float(row["rate"]): float(row["loss"]) for row in lines
+                  if (row["split"], row["form"]) == ("tuning", form)}  # fmt: skip
+        rate = best(losses) if losses.keys() == set(RATES) else None
+        if rate is not None:
+            for pairs, width in sorted(cells_of(form) if seeds.start == 0 else cells_of(form) & at_edge):
+                yield from (Cell(form, pairs, width, seed, rate, "test", steps) for seed in seeds)
+
+
+def missing(*forms: str) -> int:
+    """Return how many runs a comparison of forms lacks: seed 0 of each cell, and all others of those at the edge."""
+    at_edge = edge(rows_of("capacity.csv"))
+    return sum(
+        len({0, *(SEEDS if cell in at_edge else ())} - found(form).get(cell, {}).keys())
+        for form in forms for cell in cells_of(form)
+    )  # fmt: skip
 
 
 def paired(form: str, base: str) -> list[list[float]]:
-    """Return the recall of a form less that of ``base`` by seed, for each cell that has all seeds of both."""
+    """Return the recall of a form less that of ``base`` by seed, for each cell that has the seeds of the edge."""
     one, other = found(form), found(base)
     both = [(one[cell], other[cell]) for cell in sorted(one.keys() & other.keys())]
-    return [[mine[n] - its[n] for n in range(SEEDS)] for mine, its in both if len(mine.keys() & its.keys()) == SEEDS]
+    return [[mine[n] - its[n] for n in SEEDS] for mine, its in both if set(SEEDS) <= mine.keys() & its.keys()]
 
 
-def difference(form: str, base: str) -> tuple[float, float, float, int] | None:
-    """Return a form's recall less that of ``base`` over cells with all seeds, its 95 % interval over seeds, and their
+def difference(form: str, base: str) -> tuple[Interval, int] | None:
+    """Return a form's recall less that of ``base`` over the cells at the edge, with its interval over seeds, and their
     number."""
     if not (cells := paired(form, base)):
         return None
-    of_seeds = [fmean(values) for values in zip(*cells, strict=True)]
-    middle, half = fmean(of_seeds), half_width(of_seeds)
-    return middle, middle - half, middle + half, len(cells)
+    return over_seeds([fmean(values) for values in zip(*cells, strict=True)]), len(cells)
 
 
 def differing(form: str, base: str) -> tuple[int, int]:
     """Return in how many cells with all seeds a form recalls more than ``base`` beyond the margin, and less."""
-    intervals = [(fmean(values), half_width(values)) for values in paired(form, base)]
-    return sum(m - half > MARGIN for m, half in intervals), sum(m + half < -MARGIN for m, half in intervals)
+    intervals = [over_seeds(values) for values in paired(form, base)]
+    return sum(one.low > MARGIN for one in intervals), sum(one.high < -MARGIN for one in intervals)
 
 
 def page() -> str:
@@ -296,7 +313,7 @@ def page() -> str:
         means = [[fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs] for pairs in PAIRS]
         shown = [f"{fmean(values):.3f}" if values else "not run" for values in means]
         change = difference(form, PAPER) if form != PAPER else None
-        interval = "" if change is None else f"{change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]"
+        interval = "" if change is None else change[0].shown(3)
         lines.append(f"| {form} | {' | '.join(shown)} | {sum(map(len, cells.values()))} | {interval} |")
     return "\n".join(lines) + "\n"
 
@@ -304,17 +321,14 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM")
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial; with --results elsewhere")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the table")
-    given = parser.parse_args()
-    table = Table(given.results / "capacity.csv", COLUMNS)
+    given = arguments(parser)
     parts: tuple[Callable[[], Iterator[Cell]], ...] = (
         lambda: (Cell(form, *MIDDLE, 0, rate, "tuning", given.steps) for form in given.only for rate in RATES),
-        lambda: grid(given.only, given.steps, range(1), table.rows()),
-        lambda: grid(given.only, given.steps, range(1, SEEDS), table.rows()),
+        lambda: grid(given.only, given.steps, range(1), rows_of("capacity.csv")),
+        lambda: grid(given.only, given.steps, SEEDS, rows_of("capacity.csv")),
     )
-    table.work_through(parts, run, given.jobs)
+    Table("capacity.csv", COLUMNS).work_through(parts, run, given.jobs)
     print(page())
 
 

@@ -4,37 +4,38 @@ Beside the ladder stand the two ends at four million parameters (two seeds), the
 with Gecko's, and other forms of Gecko.
 
     python benchmarks/ladder.py --books books --out runs/ladder --jobs 2           # train, score and write the table
-    python benchmarks/ladder.py --books books --out runs/ladder --rates --jobs 2   # 2 MB at four rates for every rung
+    python benchmarks/ladder.py --books books --out runs/ladder --rates --jobs 2   # 2 MB at five rates for every rung
 
 The same command continues after an interruption. Every ended run adds a line to ``results/evidence/ladder.csv`` (loss
-by novel) or ``ladder_rates.csv``. ``books`` holds the novels as text files. Of a baseline's rates and initialisations
-the tuning novels choose one by the seeds that all have: the others need only the first seed.
+by novel) or ``ladder_rates.csv``: NaN if it diverged. ``books`` holds the novels as text files. Of a baseline's rates
+and initialisations the tuning novels choose one by the seeds that all have: a setting whose mean on them is within
+``MARGIN`` of the best one needs all seeds, another only the first.
 
 **Splits.** ``TEST`` novels are in no other split; no model and no setting of this ladder was chosen by them. ``TUNING``
 novels choose the learning rates. Training uses the rest, without Gibbon, who is kept for long texts.
 
 **Margin**, stated before the first run: a rung changes the loss if the 95 % interval over seeds and novels of the
 paired difference does not contain 0; it matters if the whole interval is beyond ±0.005 nats per byte (``MARGIN``).
+**Which settings need all seeds**, and that a verdict is open while the chosen rate is an end of those that ran, was
+stated on 27 November, after the runs of Gecko and Megalodon and before any of the Llama. Before, all settings needed
+all seeds: ``EARLIER`` has the settings of that rule.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from scipy import stats
-from tables import RESULTS, Table, code_and_machine, rows_of, wider
+from tables import WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
 from torch import nn
 
 from gecko.layers.linear import embedding_, linear
@@ -44,7 +45,7 @@ from gecko.recipes import get_recipe
 TEST = ("emma", "jane_eyre", "little_women", "north_and_south")
 TUNING = ("crime_and_punishment", "pride_and_prejudice", "sherlock_holmes", "tale_of_two_cities")
 KEPT_BACK = "gibbon"
-RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 LENGTH, ROWS, BATCH = 2048, 256, 8
 """Bytes of a scored row, rows of each novel (evenly spaced), and rows of a forward pass."""
 
@@ -65,9 +66,11 @@ CHANGES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Each rung has the changes of all rungs above it. In all of them a query attends to at most 128 bytes."""
 GATED, GECKO = CHANGES[1][0], CHANGES[-1][0]
-SLOWER = "Megalodon with SwiGLU, half the learning rate"
+SLOWER, FASTER = (f"Megalodon with SwiGLU, {change} the learning rate" for change in ("half", "twice"))
 GATED_4M, GECKO_4M = "Megalodon with SwiGLU, 4 M", "Gecko, 4 M"
-SLOWER_4M = "Megalodon with SwiGLU, 4 M, half the learning rate"
+SLOWER_4M, FASTER_4M = (f"{GATED_4M}, {change} the learning rate" for change in ("half", "twice"))
+BRIDGE = "Gecko again, by later code"
+"""A seed of Gecko by the code of the Llamas: what the code changes."""
 
 
 @dataclass(frozen=True)
@@ -100,30 +103,38 @@ def _llamas(name: str, recipe: str, base: str, rates: Sequence[float], seeds: in
 
 
 RUNGS = tuple(_rungs())
-LLAMAS = _llamas("Llama 2", "compare_llama", GECKO, (8e-3, 4e-3, 2e-3), 3)
-LLAMAS_4M = _llamas("Llama 2, 4 M", "compare_llama_4m", GECKO_4M, (4e-3, 2e-3), 2)
+LLAMAS = _llamas("Llama 2", "compare_llama", GECKO, (8e-3, 4e-3, 2e-3, 1e-3), 3)
+LLAMAS_4M = _llamas("Llama 2, 4 M", "compare_llama_4m", GECKO_4M, (4e-3, 2e-3, 1e-3), 2)
 BESIDE = (
     Model(GECKO_4M, "compare_gecko_4m", (), seeds=2),
-    Model(GATED_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, seeds=2),
-    Model(SLOWER_4M, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, 4e-3, seeds=2),
+    *(
+        Model(name, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, rate, seeds=2)
+        for name, rate in ((GATED_4M, 8e-3), (SLOWER_4M, 4e-3), (FASTER_4M, 1.6e-2))
+    ),
     *LLAMAS_4M,
     Model(SLOWER, "compare_megalodon", RUNGS[1].overrides, GECKO, 4e-3),
+    Model(FASTER, "compare_megalodon", RUNGS[1].overrides, GECKO, 1.6e-2),
+    Model(BRIDGE, "compare_megalodon", RUNGS[-1].overrides, GECKO, seeds=1),
     *LLAMAS,
     Model("Gecko, gate on attention and memory", "compare_gecko", ("model.gate=sum",), GECKO),
     Model("Gecko as the paper's text has it", "compare_paper", (), GECKO),
     Model("Gekko, the authors' later design", "compare_gekko", (), GECKO),
 )
 MODELS = {model.name: model for model in (*RUNGS, *BESIDE)}
-FIRST = ((GECKO, GATED, CHANGES[0][0]), (GECKO_4M, GATED_4M))
-"""Models that decide the sign of Gecko against either Megalodon are trained first, with all seeds."""
 MEGALODON, LLAMA = "Megalodon as the paper has it, with SwiGLU", "Llama 2 at its best rate and initialisation"
 BASELINES: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
-    (MEGALODON, "1 M"): ((GATED, SLOWER), GECKO),
-    (MEGALODON, "4 M"): ((GATED_4M, SLOWER_4M), GECKO_4M),
+    (MEGALODON, "1 M"): ((GATED, SLOWER, FASTER), GECKO),
+    (MEGALODON, "4 M"): ((GATED_4M, SLOWER_4M, FASTER_4M), GECKO_4M),
     (LLAMA, "1 M"): (tuple(model.name for model in LLAMAS), GECKO),
     (LLAMA, "4 M"): (tuple(model.name for model in LLAMAS_4M), GECKO_4M),
 }
 """By baseline and number of parameters: its models, of which the tuning novels choose one, and the Gecko."""
+EARLIER = {"1 M": ((GATED, SLOWER), GECKO), "4 M": ((GATED_4M, SLOWER_4M), GECKO_4M)}
+"""Megalodons of the rule that was stated before the first run: all settings need all seeds."""
+
+
+COLUMNS = ("rung", "seed", "rate", "parameters", *TEST, "tuning_novels", *WHERE)
+TUNING_COLUMNS = ("rung", "seed", "rate", "tuning_novels", *WHERE)
 
 
 @dataclass(frozen=True)
@@ -132,66 +143,51 @@ class Planned:
     seed: int
     rate: float
     tuning: bool
+    books: Path
+    out: Path
+    lines: ClassVar[int] = 1
 
-    def folder(self, out: Path) -> Path:
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.model.name, str(self.seed), f"{self.rate:g}"
+
+    @property
+    def folder(self) -> Path:
         name = re.sub("[^a-z0-9.]+", "-", f"{self.model.name} {self.rate:g}".lower())
-        return out / f"{'rate' if self.tuning else 'rung'}-{name.strip('-')}-seed-{self.seed}"
+        return self.out / f"{'rate' if self.tuning else 'rung'}-{name.strip('-')}-seed-{self.seed}"
 
     def settings(self) -> list[str]:
-        """Return the overrides of the recipe."""
+        """Return the overrides of the recipe. Held-out losses are of the tuning novels."""
         steps = ["steps=244"] if self.tuning else []
         overrides = [*self.model.overrides, *steps, f"optimizer.learning_rate={self.rate:g}", f"seed={self.seed}"]
-        return [*overrides, "sample.tokens=0"]
+        return [
+            *overrides, "sample.tokens=0", f"data.source={self.books / 'train'}",
+            f"data.validation={self.books / 'tuning'}", f"evaluation.final_rows={768 if self.tuning else 64}",
+        ]  # fmt: skip
 
 
-def split_books(books: Path, out: Path) -> dict[str, Path]:
-    """Make one folder of links a split; return the folders."""
-    folders = {name: out / "books" / name for name in ("train", "tuning", "test")}
-    for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
+def split_books(books: Path, out: Path) -> Path:
+    """Make one folder of links a split; return the folder of the three."""
     for path in sorted(books.glob("*.txt")):
         split = "test" if path.stem in TEST else "tuning" if path.stem in TUNING else "train"
-        link = folders[split] / path.name
+        link = out / "books" / split / path.name
         if not path.stem.startswith(KEPT_BACK) and not link.exists():
+            link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path.resolve())
-    return folders
-
-
-def train(planned: Planned, out: Path, folders: dict[str, Path]) -> Path:
-    """Train a run, or continue it; its held-out losses are of the tuning novels. Return its folder."""
-    folder = planned.folder(out)
-    start: list[str] = []
-    if planned.model.gecko_start:
-        weights = out / f"{folder.name}-start"
-        llama_like_gecko(planned.model.recipe, planned.seed).save(weights)
-        start = [f"init_from={weights}"]
-    command = [
-        sys.executable, "-m", "gecko", "train", planned.model.recipe, *planned.settings(),
-        f"data.source={folders['train']}", f"data.validation={folders['tuning']}",
-        f"evaluation.final_rows={768 if planned.tuning else 64}", *start, "--out", str(folder), "--resume",
-    ]  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.log").open("ab") as log:
-        subprocess.run(command, stdout=log, stderr=log, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return folder
-
-
-_ONE_SEED = Lock()
-"""PyTorch's generator is shared by the threads."""
+    return out / "books"
 
 
 def llama_like_gecko(recipe: str, seed: int) -> Llama:
     """Return a new Llama with the initialisation of a new Gecko: of the embedding, the head and all linear layers."""
-    with _ONE_SEED:
-        torch.manual_seed(seed)
-        model = build_model(get_recipe(recipe).model)
-        assert isinstance(model, Llama)
-        for layer in model.modules():
-            if layer is model.lm_head or isinstance(layer, nn.Embedding):
-                embedding_(layer.weight)
-            elif isinstance(layer, nn.Linear):
-                layer.weight = linear(layer.in_features, layer.out_features, bias=False).weight
-        return model
+    torch.manual_seed(seed)
+    model = build_model(get_recipe(recipe).model)
+    assert isinstance(model, Llama)
+    for layer in model.modules():
+        if layer is model.lm_head or isinstance(layer, nn.Embedding):
+            embedding_(layer.weight)
+        elif isinstance(layer, nn.Linear):
+            layer.weight = linear(layer.in_features, layer.out_features, bias=False).weight
+    return model
 
 
 @torch.inference_mode()
@@ -205,17 +201,23 @@ def score(model: LanguageModel, novel: Path) -> float:
     return float(torch.cat(losses).double().mean())
 
 
-def run(planned: Planned, out: Path, folders: dict[str, Path], table: Table) -> None:
-    where = code_and_machine()
-    folder = train(planned, out, folders)
+def run(planned: Planned) -> list[tuple[object, ...]]:
+    """Train and score a model; return its line of the table: NaN if training diverges."""
+    folder, start = planned.folder, list[str]()
+    if planned.model.gecko_start:
+        weights = planned.out / f"{folder.name}-start"
+        llama_like_gecko(planned.model.recipe, planned.seed).save(weights)
+        start = [f"init_from={weights}"]
+    checkpoint, where = trained(planned.model.recipe, [*planned.settings(), *start], folder)
+    if checkpoint is None:
+        return [(*planned.key, *[math.nan] * (1 if planned.tuning else len(TEST) + 2), *where)]
     tuned = json.loads((folder / "results.json").read_text(encoding="utf-8"))["nats_per_byte"]
     if planned.tuning:
-        table.add(planned.model.name, planned.seed, f"{planned.rate:g}", f"{tuned:.5f}", *where)
-        return
+        return [(*planned.key, f"{tuned:.5f}", *where)]
     model = load_any(folder).eval()
-    losses = [f"{score(model, folders['test'] / f'{name}.txt'):.5f}" for name in TEST]
+    losses = [f"{score(model, planned.books / 'test' / f'{name}.txt'):.5f}" for name in TEST]
     size = sum(parameter.numel() for parameter in model.parameters())
-    table.add(planned.model.name, planned.seed, f"{planned.rate:g}", size, *losses, f"{tuned:.5f}", *where)
+    return [(*planned.key, size, *losses, f"{tuned:.5f}", *where)]
 
 
 def losses_of(name: str, columns: Sequence[str] = TEST) -> dict[int, list[float]]:
@@ -226,34 +228,59 @@ def losses_of(name: str, columns: Sequence[str] = TEST) -> dict[int, list[float]
     }  # fmt: skip
 
 
-def tuned(names: Sequence[str]) -> str:
-    """Return the model with the least loss on the tuning novels, by the seeds that all models which were run have.
+def tuning_losses(names: Iterable[str]) -> tuple[set[int], dict[str, float]]:
+    """Return the seeds that all models which were run have, and the mean loss on the tuning novels by model."""
+    found = {name: losses for name in names if (losses := losses_of(name, ["tuning_novels"]))}
+    seeds = set.intersection(*map(set, found.values())) if found else set[int]()
+    means = {name: float(np.mean([losses[seed] for seed in seeds])) for name, losses in found.items()} if seeds else {}
+    return seeds, means
 
-    A model that was not run comes last.
-    """
-    found = {name: losses_of(name, ["tuning_novels"]) for name in names}
-    ran = [name for name in names if found[name]]
-    shared = set[int]().union(*found.values()).intersection(*(found[name].keys() for name in ran))
-    return min(ran, key=lambda name: sum(found[name][seed][0] for seed in shared)) if shared else names[0]
+
+def contenders(names: Iterable[str]) -> list[str]:
+    """Return the models whose mean loss on the tuning novels lies within the margin of the best one."""
+    _, means = tuning_losses(names)
+    first = best(means)
+    return [] if first is None else [name for name, mean in means.items() if mean <= means[first] + MARGIN]
+
+
+def tuned(names: Iterable[str]) -> str | None:
+    """Return the contender with the least loss on the tuning novels; None without a seed that all have."""
+    return best(tuning_losses(contenders(names))[1])
 
 
 def missing(names: Sequence[str], gecko: str) -> int:
-    """Return how many runs a comparison lacks: the first seed of each model, all of the chosen one and of Gecko."""
-    needed = {name: set(range(MODELS[name].seeds)) for name in (tuned(names), gecko)}
-    needed = {name: {0} for name in names} | needed
+    """Return how many runs a comparison lacks: the first seed of each model, all of each contender and of Gecko."""
+    needed = {name: {0} for name in names}
+    needed |= {name: set(range(MODELS[name].seeds)) for name in (*contenders(names), gecko)}
     return sum(len(seeds - losses_of(name).keys()) for name, seeds in needed.items())
 
 
-def contrast(name: str, base: str) -> tuple[float, float, float, int] | None:
-    """Return a model's loss less that of ``base``, its 95 % interval over seeds or novels, and the number of seeds.
+def end_of_rates(chosen: str, names: Sequence[str]) -> str:
+    """Return which end of the rates that ran with the same initialisation a model's rate is; nothing if none."""
+    own = MODELS[chosen]
+    rates = [MODELS[name].rate for name in names if MODELS[name].gecko_start == own.gecko_start and losses_of(name)]
+    return "upper" if own.rate == max(rates) else "lower" if own.rate == min(rates) else ""
 
-    None without a seed.
-    """
+
+class Contrast(NamedTuple):
+    change: Interval
+    seeds: int
+    other_code: bool
+    """Whether the two models of a pair are of different source code."""
+
+    def shown(self) -> str:
+        return self.change.shown() + "; pairs of different code" * self.other_code
+
+
+def contrast(name: str, base: str) -> Contrast | None:
+    """Return a model's loss less that of ``base``; None without a common seed."""
     one, other = losses_of(name), losses_of(base)
     seeds = sorted(one.keys() & other.keys())
     if not seeds:
         return None
-    return *wider([np.subtract(one[seed], other[seed]) for seed in seeds]), len(seeds)
+    source = {(row["rung"], int(row["seed"])): row["source"] for row in rows_of("ladder.csv")}
+    change = over_seeds_and_documents([np.subtract(one[seed], other[seed]) for seed in seeds])
+    return Contrast(change, len(seeds), any(source[name, seed] != source[base, seed] for seed in seeds))
 
 
 def signs() -> tuple[int, int, float]:
@@ -263,7 +290,7 @@ def signs() -> tuple[int, int, float]:
     """
     ahead = []
     for megalodons, gecko in (models for (baseline, _), models in BASELINES.items() if baseline == MEGALODON):
-        one, other = losses_of(tuned(megalodons)), losses_of(gecko)
+        one, other = losses_of(tuned(megalodons) or ""), losses_of(gecko)
         ahead += [np.mean(one[seed]) > np.mean(other[seed]) for seed in sorted(one.keys() & other.keys())]
     count = sum(map(bool, ahead))
     return count, len(ahead), float(stats.binomtest(count, len(ahead)).pvalue) if ahead else 1.0
@@ -293,22 +320,12 @@ def _rates() -> str:
 
 
 def _table(title: str, difference: str, models: Sequence[Model]) -> str:
-    lines = [f"| {title} | seeds | nats per byte | {difference} | 95 % interval |", "|---|---:|---:|---:|---|"]
+    lines = [f"| {title} | seeds | nats per byte | {difference}, 95 % interval |", "|---|---:|---:|---|"]
     for model in models:
         found, change = losses_of(model.name), contrast(model.name, model.base)
-        shown = ("", "") if change is None else (f"{change[0]:+.4f}", f"{change[1]:+.4f} .. {change[2]:+.4f}")
         loss = f"{np.mean(list(found.values())):.4f}" if found else "not run"
-        lines.append(f"| {model.name} | {len(found)} | {loss} | {shown[0]} | {shown[1]} |")
+        lines.append(f"| {model.name} | {len(found)} | {loss} | {'' if change is None else change.shown()} |")
     return "\n".join(lines) + "\n"
-
-
-def plan(rates: bool) -> list[Planned]:
-    if rates:
-        models = *RUNGS, *(model for model in LLAMAS if model.rate == Model.rate)
-        return [Planned(model, 0, rate, True) for model in models for rate in RATES]
-    groups = (*FIRST, [name for name in MODELS if not any(name in group for group in FIRST)])
-    ordered = [(MODELS[name], seed) for group in groups for seed in range(3) for name in group]
-    return [Planned(model, seed, model.rate, False) for model, seed in ordered if seed < model.seeds]
 
 
 def main() -> None:
@@ -317,24 +334,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rates", action="store_true", help="tune the learning rates instead")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    folders = split_books(given.books, given.out)
+    given = arguments(parser)
+    books = split_books(given.books, given.out)
+
+    def planned(name: str, seed: int, rate: float) -> Planned:
+        return Planned(MODELS[name], seed, rate, given.rates, books, given.out)
+
+    def more_seeds() -> Iterator[Planned]:
+        enough = {name for names, _ in BASELINES.values() for name in {*names} - {*contenders(names)}}
+        for seed in (1, 2):
+            for model in (MODELS[name] for name in given.only if name not in enough):
+                if seed < model.seeds:
+                    yield planned(model.name, seed, model.rate)
+
     if given.rates:
-        table = Table(
-            given.results / "ladder_rates.csv", ("rung", "seed", "rate", "tuning_novels", "commit", "processor")
-        )
+        rates = [planned(name, 0, rate) for name in given.only for rate in RATES]
+        Table("ladder_rates.csv", TUNING_COLUMNS).work_through([lambda: rates], run, given.jobs)
     else:
-        columns = ("rung", "seed", "rate", "parameters", *TEST, "tuning_novels", "commit", "processor")
-        table = Table(given.results / "ladder.csv", columns)
-    ended = {(row["rung"], row["seed"], row["rate"]) for row in table.rows()}
-    wanted = [one for one in plan(given.rates) if one.model.name in given.only]
-    open_ = [one for one in wanted if (one.model.name, str(one.seed), f"{one.rate:g}") not in ended]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for future in [pool.submit(run, one, given.out, folders, table) for one in open_]:
-            future.result()
+        first = [planned(name, 0, MODELS[name].rate) for name in given.only]
+        Table("ladder.csv", COLUMNS).work_through([lambda: first, more_seeds], run, given.jobs)
     print(page())
 
 

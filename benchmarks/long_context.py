@@ -17,8 +17,8 @@ difference of differences, without a state that training never saw. Beside it st
 than the last ``NEAR`` bytes, with an empty state every ``NEAR`` bytes.
 
 **Margin**, stated before the first run: a form uses the past if it leads on repeated names, and if its lead there is
-more than 0.01 nats per byte (``MARGIN``) above that on new names, both by the whole 95 % interval. An interval is the
-wider one of Student's t over seeds and over packages.
+more than 0.01 nats per byte (``MARGIN``) above that on new names, both by the whole interval over seeds and packages.
+Intervals have 95 % for all compared forms together (Bonferroni). The rate of a form is the best one after 2 MB of 10.
 
 ``python benchmarks/evidence.py --write`` also makes results/evidence/long_context/README.md: older results of one seed,
 by the script of e862569, on packages that no setting was tuned on.
@@ -33,8 +33,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,15 +45,12 @@ import torch
 from capacity import FORMS, LINEAR, NONE, PAPER
 from measuring import START
 from numpy.typing import NDArray
-from tables import RESULTS, Table, code_and_machine, rows_of, wider
+from tables import WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
 from torch import Tensor
 
 from gecko.inference.prefill import inference
-from gecko.io.files import whole_file
+from gecko.io.files import whole_folder
 from gecko.models.gecko import Gecko, load
-from gecko.recipes import apply_overrides, get_recipe
-from gecko.runtime.process import keep_freed_memory
-from gecko.train import NonFiniteError, latest_checkpoint, train
 
 FOLDER = kept.FOLDER / "long_context"
 BEGIN, END = "<!-- benchmarks/long_context.py -->\n", "<!-- end past -->\n"
@@ -69,7 +65,7 @@ WIDTH = 32
 """Key width of a head of ``compare_gecko``."""
 TEST = ("aiohttp", "hypothesis", "matplotlib", "narwhals", "pandas", "pydantic", "sympy", "werkzeug")
 TUNING = ("fontTools", "joblib", "mpmath", "networkx", "nltk", "rich")
-COPIES = ("gecko", "pip", "setuptools")
+COPIES = ("gecko", "mpl_toolkits", "multiprocess", "pip", "setuptools")
 LARGEST_PACKAGE = 2**19
 """Bytes of a package that are used; packages with less than half of it are not."""
 RATES, SEEDS, STEPS, TUNING_STEPS = (4e-3, 8e-3, 1.6e-2), 3, 610, 122
@@ -80,10 +76,12 @@ COMMON = 2000
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]{3,}")
 KINDS = ("repeated", "new", "other")
 COLUMNS = (
-    "split", "form", "seed", "rate", "package",
+    "split", "form", "seed", "rate", "steps", "package",
     *(f"{kind}{value}" for kind in KINDS for value in (" bytes", "", f" with {NEAR} bytes of past")),
-    "texts", "commit", "processor",
+    "texts", *WHERE,
 )  # fmt: skip
+LEVEL = 0.05 / (len(NAMES) - 1)
+"""Of an interval: six forms are compared with one."""
 Measure = Callable[[Mapping[str, str]], float]
 
 
@@ -97,17 +95,23 @@ def write_packages(target: Path) -> None:
         if len(text) < LARGEST_PACKAGE // 2:
             continue
         part = target / ("test" if folder.name in TEST else "tuning" if folder.name in TUNING else "train")
-        part.mkdir(parents=True, exist_ok=True)
-        with whole_file(part / f"{folder.name}.txt") as temporary:
-            temporary.write_bytes(text.decode("utf-8", "ignore").encode())
+        part.mkdir(exist_ok=True)
+        (part / f"{folder.name}.txt").write_bytes(text.decode("utf-8", "ignore").encode())
 
 
 def digest(source: Path) -> str:
-    """Return eight digits for all texts. Raise FileNotFoundError if packages of a split are missing."""
+    """Return eight digits for all texts.
+
+    Raises:
+        FileNotFoundError: packages of a split are missing. ValueError: one of them is shorter than what is read of it.
+    """
     missing = [name for split, names in (("test", TEST), ("tuning", TUNING)) for name in names
                if not (source / split / f"{name}.txt").is_file()]  # fmt: skip
     if missing:
         raise FileNotFoundError(f"{source} must hold a text of each test and tuning package; it lacks {missing}.")
+    short = [name for name in (*TEST, *TUNING) for path in source.glob(f"*/{name}.txt") if path.stat().st_size < LENGTH]
+    if short:
+        raise ValueError(f"a text of a test or tuning package must have at least {LENGTH:,} bytes; {short} have less.")
     found = hashlib.sha256()
     for path in sorted(source.glob("*/*.txt")):
         found.update(str(path.relative_to(source)).encode() + path.read_bytes())
@@ -127,7 +131,15 @@ class Planned:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.split, self.form, str(self.seed), f"{self.rate:g}"
+        return self.split, self.form, str(self.seed), f"{self.rate:g}", str(self.steps)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return TEST if self.split == "test" else TUNING
+
+    @property
+    def lines(self) -> int:
+        return len(self.packages)
 
     @property
     def folder(self) -> Path:
@@ -146,25 +158,13 @@ class Planned:
 
 def run(planned: Planned) -> list[tuple[object, ...]]:
     """Train and score a model; return its lines of the table: NaN for a rate with which training diverges."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    where, folder = code_and_machine(), planned.folder
-    planned.out.mkdir(parents=True, exist_ok=True)
     with mock.patch("gecko.models.gecko.GatedAttention", FORMS[planned.form].mixer):
-        with folder.with_name(f"{folder.name}.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
-            settings = apply_overrides(get_recipe("compare_gecko"), planned.settings())
-            try:
-                if not train(replace(settings, output=str(folder)), resume=True).finished:
-                    raise InterruptedError(f"{folder} was interrupted; the same command continues.")
-            except NonFiniteError:
-                if planned.split == "test":
-                    raise
-                return [(*planned.key, name, *[math.nan] * 3 * len(KINDS), planned.texts, *where) for name in TUNING]
-        newest = latest_checkpoint(folder / "checkpoints")
-        assert newest is not None
-        model = load(newest).eval()
-    raw = {name: (planned.source / planned.split / f"{name}.txt").read_bytes()[:LENGTH]
-           for name in (TEST if planned.split == "test" else TUNING)}  # fmt: skip
+        checkpoint, where = trained("compare_gecko", planned.settings(), planned.folder)
+        if checkpoint is None:
+            values = [math.nan] * 3 * len(KINDS)
+            return [(*planned.key, name, *values, planned.texts, *where) for name in planned.packages]
+        model = load(checkpoint).eval()
+    raw = {name: (planned.source / planned.split / f"{name}.txt").read_bytes()[:LENGTH] for name in planned.packages}
     losses = byte_losses(model, torch.stack([torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in raw.values()]))
     common, lines = common_words(planned.source / "train"), []
     for (name, text), of_package in zip(raw.items(), losses.unbind(1), strict=True):
@@ -231,40 +231,39 @@ def reset_gain(row: Mapping[str, str]) -> float:
     return float(row[f"repeated with {NEAR} bytes of past"]) - float(row["repeated"])
 
 
-def tuned(form: str, rows: Sequence[Mapping[str, str]]) -> float | None:
-    """Return the rate with the least loss on the tuning packages; None if not all rates were run."""
-    losses: dict[float, list[float]] = {}
-    for row in rows:
-        if (row["split"], row["form"]) == ("tuning", form):
-            losses.setdefault(float(row["rate"]), []).append(whole_loss(row))
-    means = {rate: mean for rate, of in losses.items() if math.isfinite(mean := fmean(of))}
-    return min(means, key=lambda rate: means[rate]) if losses.keys() == set(RATES) else None
-
-
-def measured(form: str, measure: Measure) -> dict[int, list[float]]:
-    """Return a measure on the test packages by seed, for seeds that have all packages."""
-    found: dict[int, dict[str, float]] = {}
+def by_package(
+    split: str, form: str, steps: int, column: str, measure: Measure, packages: Sequence[str]
+) -> dict[float, list[float]]:
+    """Return a measure on all packages of a split, by the seed or rate of the runs that have all of them."""
+    found: dict[float, dict[str, float]] = {}
     for row in rows_of("past.csv"):
-        if (row["split"], row["form"]) == ("test", form):
-            found.setdefault(int(row["seed"]), {})[row["package"]] = measure(row)
-    return {seed: [of[name] for name in TEST] for seed, of in found.items() if of.keys() == set(TEST)}
+        if (row["split"], row["form"], row["steps"]) == (split, form, str(steps)):
+            found.setdefault(float(row[column]), {})[row["package"]] = measure(row)
+    return {place: [of[name] for name in packages] for place, of in found.items() if of.keys() == set(packages)}
 
 
-def contrast(form: str, base: str, measure: Measure) -> tuple[float, float, float] | None:
-    """Return a measure of a form less that of ``base``, and its 95 % interval; None without a common seed."""
+def tuned(form: str, steps: int = TUNING_STEPS) -> float | None:
+    """Return the rate with the least loss on the tuning packages; None if not all rates were run."""
+    losses = by_package("tuning", form, steps, "rate", whole_loss, TUNING)
+    return best({rate: fmean(of) for rate, of in losses.items()}) if losses.keys() == set(RATES) else None
+
+
+def measured(form: str, measure: Measure) -> dict[float, list[float]]:
+    """Return a measure on the test packages by seed."""
+    return by_package("test", form, STEPS, "seed", measure, TEST)
+
+
+def contrast(form: str, base: str, measure: Measure) -> Interval | None:
+    """Return a measure of a form less that of ``base``; None without a common seed."""
     one, other = measured(form, measure), measured(base, measure)
     seeds = sorted(one.keys() & other.keys())
-    return wider([np.subtract(one[seed], other[seed]) for seed in seeds]) if seeds else None
+    return over_seeds_and_documents([np.subtract(one[seed], other[seed]) for seed in seeds], LEVEL) if seeds else None
 
 
 def uses_the_past(form: str) -> bool:
     """Return whether a form fulfils the condition that was stated before the first run."""
     past, loss = (contrast(form, NONE, measure) for measure in (past_gain, repeated_loss))
-    return past is not None and loss is not None and past[1] > MARGIN and loss[2] < 0
-
-
-def shown(found: tuple[float, float, float] | None) -> str:
-    return "" if found is None else "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found)
+    return past is not None and loss is not None and past.low > MARGIN and loss.high < 0
 
 
 def table() -> str:
@@ -272,9 +271,10 @@ def table() -> str:
     if not any(measured(form, repeated_loss) for form in NAMES):
         return "Not run yet.\n"
     lines = [
-        "| memory | seeds | nats per byte of repeated names | minus no memory | lead on them less lead on new names | "
-        f"gain of all over {NEAR:,} bytes, less that without memory | minus the paper's |",
-        "|---|---:|---:|---|---|---|---|",
+        "| memory | rate, best after 2 MB | seeds | nats per byte of repeated names | minus no memory | "
+        f"lead on them less lead on new names | gain of all over {NEAR:,} bytes, less that without memory | "
+        "minus the paper's |",
+        "|---|---:|---:|---:|---|---|---|---|",
     ]
     for form in NAMES:
         losses = measured(form, repeated_loss)
@@ -282,7 +282,8 @@ def table() -> str:
                    for measure in (repeated_loss, past_gain, reset_gain)]  # fmt: skip
         against = contrast(form, PAPER, repeated_loss) if form != PAPER else None
         loss = f"{fmean(map(fmean, losses.values())):.4f}" if losses else "not run"
-        lines.append(f"| {form} | {len(losses)} | {loss} | {' | '.join(map(shown, (*changes, against)))} |")
+        cells = ["" if change is None else change.shown() for change in (*changes, against)]
+        lines.append(f"| {form} | {tuned(form) or ''} | {len(losses)} | {loss} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -341,26 +342,26 @@ def main() -> None:
     parser.add_argument("--source", type=Path, required=True, help="folder of the texts, made if it is not there")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="FORM")
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial; with --results elsewhere")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the table")
-    given = parser.parse_args()
+    given = arguments(parser)
     if not given.source.exists():
-        write_packages(given.source)
-    texts, lines = digest(given.source), Table(given.results / "past.csv", COLUMNS)
-    if others := {row["texts"] for row in lines.rows()} - {texts}:
+        with whole_folder(given.source) as unfinished:
+            write_packages(unfinished)
+    texts = digest(given.source)
+    if others := {row["texts"] for row in rows_of("past.csv")} - {texts}:
         raise ValueError(f"all lines of past.csv must be of the texts {texts}; it has others of {sorted(others)}.")
+    tuning_steps = given.steps * TUNING_STEPS // STEPS
 
     def planned(form: str, seed: int, rate: float, split: str) -> Planned:
-        steps = given.steps if split == "test" else given.steps * TUNING_STEPS // STEPS
+        steps = given.steps if split == "test" else tuning_steps
         return Planned(form, seed, rate, split, given.source, given.out, texts, steps)
 
     def models() -> Iterator[Planned]:
-        rates = {form: tuned(form, lines.rows()) for form in given.only}
+        rates = {form: tuned(form, tuning_steps) for form in given.only}
         yield from (planned(form, seed, rate, "test") for seed in range(SEEDS) for form, rate in rates.items() if rate)
 
-    rates = (planned(form, 0, rate, "tuning") for form in given.only for rate in RATES)
-    lines.work_through([lambda: rates, models], run, given.jobs)
+    rates = [planned(form, 0, rate, "tuning") for form in given.only for rate in RATES]
+    Table("past.csv", COLUMNS).work_through([lambda: rates, models], run, given.jobs)
     print(table())
 
 

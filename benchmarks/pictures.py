@@ -190,12 +190,13 @@ def speed() -> Drawing:
 
 def ladder_changes() -> Drawing:
     """What each rung of the ladder changes: a dot with its interval, beside the margin that was stated before."""
-    found = [(model.name, ladder.contrast(model.name, model.base)) for model in ladder.RUNGS[1:]]
-    ends = [abs(end) for _, change in found if change is not None for end in change[1:3]]
+    pairs = [(model.name, ladder.contrast(model.name, model.base)) for model in ladder.RUNGS[1:]]
+    found = [(name, None if pair is None else pair.change) for name, pair in pairs]
+    ends = [abs(end) for _, change in found if change is not None for end in change[1:]]
     reach = max([0.01, *ends])
     picture = Drawing(760, 92 + 32 * len(found), "Change of the loss by each rung from Megalodon to Gecko")
     picture.text(
-        24, 32, "Change of the loss by each rung, nats per byte; 95 % intervals over seeds or novels", "title left"
+        24, 32, "Change of the loss by each rung, nats per byte; 95 % intervals over seeds and novels", "title left"
     )
 
     def place(change: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import capacity
+import evidence
 import pytest
 import tables
 import torch
@@ -63,39 +64,46 @@ def test_only_a_memory_knows_far_values(name: str) -> None:
 
 
 def test_a_table_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     cells = [capacity.Cell("linear", 4, 16, 0, rate, "tuning", 2) for rate in capacity.RATES]
-    table = tables.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    table = tables.Table("capacity.csv", capacity.COLUMNS)
     for cell, loss in zip(cells, ("nan", "1.5", "1.25", "1.3"), strict=True):
-        table.add(*cell.key, "0.5", loss, 2, "abcdefg", "x")
-    (first, *rest) = capacity.grid(["linear"], 2, range(1), table.rows())
+        assert not list(capacity.grid(["linear"], 2, range(1), tables.rows_of("capacity.csv"))), "rates are missing"
+        table.add([(*cell.key, "0.5", loss, 2, "abcdefg", "a", "x")])
+    (first, *rest) = capacity.grid(["linear"], 2, range(1), tables.rows_of("capacity.csv"))
     assert first == capacity.Cell("linear", 4, 16, 0, capacity.RATES[2], "test", 2) and len(rest) == 19
     for number, cell in enumerate([first, *rest]):
-        table.add(*cell.key, (0.1, 0.5, 0.95)[min(number, 2)], "1", 2, "abcdefg", "x")
-    again = list(capacity.grid(["linear"], 2, range(1, 3), table.rows()))
-    assert [(cell.pairs, cell.width, cell.seed) for cell in again] == [(8, 16, 1), (8, 16, 2)], "only the edge"
+        table.add([(*cell.key, (0.1, 0.5, 0.95)[min(number, 2)], "1", 2, "abcdefg", "a", "x")])
+    again = list(capacity.grid(["linear"], 2, capacity.SEEDS, tables.rows_of("capacity.csv")))
+    assert [(cell.pairs, cell.width, cell.seed) for cell in again] == [(4, 32, n) for n in (1, 2, 3)], "only the edge"
 
 
 def test_intervals_of_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tables.RESULTS", tmp_path)
     assert "Not run" in capacity.page() and capacity.difference("linear", capacity.PAPER) is None
-    table = tables.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    table = tables.Table("capacity.csv", capacity.COLUMNS)
     for form, more in ((capacity.PAPER, 0.3), ("linear", 0.0)):
-        for seed in range(3):
-            for pairs in (4, 8):
-                recall = 0.5 + (more if pairs == 4 else 0) + seed / 100 * (form == "linear")
-                table.add(*capacity.Cell(form, pairs, 16, seed, 1e-2).key, recall, 1, 9, "abcdefg", "x")
+        for seed in range(4):
+            assert evidence.rules()[2].startswith("open"), "a cell with three seeds is not all"
+            for pairs in (4, 8) if seed else capacity.PAIRS:
+                for width in (16,) if seed else capacity.WIDTHS:
+                    chosen = (pairs, width) in ((4, 16), (8, 16))
+                    recall = 0.5 + more * (pairs == 4) + seed / 100 * (form == "linear") if chosen else 0.95
+                    line = *capacity.Cell(form, pairs, width, seed, 1e-2).key, recall, 1, 9, "abcdefg", "a", "x"
+                    table.add([line])
     assert capacity.differing(capacity.PAPER, "linear") == (1, 0)
-    middle, low, high, cells = capacity.difference("linear", capacity.PAPER) or (0, 0, 0, 0)
-    assert (middle, cells) == (pytest.approx(-0.14), 2) and low < middle < high
-    assert "| linear | 0.510 | 0.510 | not run |" in capacity.page()
+    (middle, low, high), cells = capacity.difference("linear", capacity.PAPER) or ((0, 0, 0), 0)
+    assert (middle, cells) == (pytest.approx(-0.13), 2) and low < middle < high, "seed 0 chooses, and does not answer"
+    assert capacity.missing(capacity.PAPER, "linear") == 0 and evidence.rules()[2] == "holds"
 
 
 def test_the_command_trains_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "WIDTHS", (16,))
     monkeypatch.setattr(capacity, "PAIRS", (4,))
     monkeypatch.setattr(capacity, "TEST_ROWS", 4)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["capacity.py", "--only", "DeltaNet", "--steps", "2", "--results", str(tmp_path)])
     for _ in range(2):
         capacity.main()
-        splits = [row["split"] for row in tables.Table(tmp_path / "capacity.csv", ()).rows()]
-        assert splits[:5] == [*["tuning"] * 4, "test"] and len(splits) in (5, 7)
+        splits = [row["split"] for row in tables.rows_of("capacity.csv")]
+        assert splits[:5] == [*["tuning"] * 4, "test"] and len(splits) in (5, 8)

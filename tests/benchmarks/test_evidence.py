@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from threading import Event
+from types import ModuleType, SimpleNamespace
 
 import diagnostics
 import evidence
@@ -93,19 +95,29 @@ def test_the_table_has_the_numbers_of_the_files() -> None:
         assert begin + shown + end in page, "run: python benchmarks/evidence.py --write"
 
 
+def add(folder: Path, name: str, seed: int, test: float, tuning: float = 1.0, source: str = "a") -> None:
+    """Add a run to the ladder's table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "RESULTS", folder)
+        losses = [test] * len(ladder.TEST)
+        rate = f"{ladder.MODELS[name].rate:g}"
+        tables.Table("ladder.csv", ladder.COLUMNS).add([(name, seed, rate, 9, *losses, tuning, "c", source, "x")])
+
+
 def test_the_order_is_judged_by_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six pairs of runs that agree are enough for the sign test, and five are not; either sign is told."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert ladder.signs() == (0, 0, 1.0) and evidence.signs()[2] == "open: 0 pairs are too few"
     for gecko, verdict in ((1.0, "holds"), (2.0, "does not hold")):
-        lines = [",".join(("rung", "seed", *ladder.TEST, "tuning_novels"))]
         for pairs in range(1, 7):
-            for name, loss in ((ladder.GATED, 1.5), (ladder.GECKO, gecko)):
-                lines.append(",".join((name, str(pairs), *(f"{loss + i}" for i in range(len(ladder.TEST))), "1.0")))
-            (tmp_path / "ladder.csv").write_text("\n".join(lines) + "\n")
+            add(tmp_path, ladder.GATED, pairs, 1.5)
+            add(tmp_path, ladder.GECKO, pairs, gecko)
             ahead = pairs if gecko == 1.0 else 0
             assert ladder.signs() == (ahead, pairs, pytest.approx(2 ** (1 - pairs)))
-            assert evidence.signs()[2] == (verdict if pairs == 6 else f"open: {pairs} pairs are too few")
+            _, text, found = evidence.signs()
+            assert found == (verdict if pairs == 6 else f"open: {pairs} pairs are too few")
+            assert text.endswith("so they cannot decide") is (pairs < 6)
+        (tmp_path / "ladder.csv").unlink()
 
 
 def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(
@@ -114,27 +126,109 @@ def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(
     """The least mean would be of one lucky seed, and the least test loss of the model that the tuning novels reject."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     names, gecko = ladder.BASELINES[ladder.LLAMA, "1 M"]
-    claim = "With equal bytes Gecko is better than Llama 2 at its best rate and initialisation: 1 M parameters"
-    assert evidence.ahead(ladder.LLAMA, "1 M") == (claim, "not run", "open")
-    assert ladder.missing(names, gecko) == 11, "a seed of six settings, the two others of one of them, three of Gecko"
-    lines = [",".join(("rung", "seed", *ladder.TEST, "tuning_novels"))]
-
-    def add(name: str, seed: int, tuning: float, test: float) -> None:
-        shown = f'"{name}"', str(seed), *(str(test) for _ in ladder.TEST), str(tuning)
-        (tmp_path / "ladder.csv").write_text("\n".join([*lines, ",".join(shown)]) + "\n")
-        lines.append(",".join(shown))
-
-    for number, name in enumerate(names):
-        add(name, 0, 1.6 + 0.1 * (number != 3), 1.5 if number == 4 else 1.9)
-    add(names[2], 1, 0.5, 1.9)
+    assert evidence.ahead(ladder.LLAMA, "1 M")[1:] == ("not run", "open") and ladder.tuned(names) is None
+    assert ladder.missing(names, gecko) == 11, "a seed of eight settings, three of Gecko"
+    chosen, near = names[5], names[6]
+    assert [ladder.MODELS[name].rate for name in (chosen, near)] == [4e-3, 2e-3]
+    for name in names:
+        losses = {chosen: 1.6, near: 1.6 + 0.9 * ladder.MARGIN}
+        add(tmp_path, name, 0, 1.5 if name == names[1] else 1.9, losses.get(name, 1.7))
+    add(tmp_path, names[2], 1, 1.9, 0.5)
     for seed in range(3):
-        add(gecko, seed, 1.2, 1.3)
-    assert ladder.tuned(names) == names[3]
-    assert evidence.ahead(ladder.LLAMA, "1 M")[2] == "open: 2 or more runs are missing"
+        add(tmp_path, gecko, seed, 1.3)
+    assert ladder.contenders(names) == [chosen, near]
+    assert evidence.ahead(ladder.LLAMA, "1 M")[2] == "open: 4 or more runs are missing"
     for seed in (1, 2):
-        add(names[3], seed, 1.6, 1.9)
+        add(tmp_path, chosen, seed, 1.9, 1.6)
+        assert evidence.ahead(ladder.LLAMA, "1 M")[2].startswith("open"), "the one within the margin lacks seeds"
+        add(tmp_path, near, seed, 1.9, 1.7)
     _, text, verdict = evidence.ahead(ladder.LLAMA, "1 M")
-    assert verdict == "holds" and text.endswith(f"(“{names[3]}”, rate 0.008): +0.6000 [+0.6000, +0.6000]")
+    assert verdict == "holds" and f"at “{chosen}”, the best of 8 of 8 settings run" in text
+    assert "by seeds 0, 1, 2; its rate, 0.004, is inside those run" in text
+    assert text.endswith(": +0.6000 [+0.6000, +0.6000]")
+
+
+def test_no_verdict_at_an_end_of_the_rates_nor_of_a_run_that_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What held by the rule before stays told, and pairs of different code are marked."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tuning = {ladder.GATED: 1.1, ladder.SLOWER: 1.2, ladder.FASTER: 1.0}
+    for seed in range(3):
+        add(tmp_path, ladder.GECKO, seed, 1.3)
+        for name, loss in tuning.items():
+            add(tmp_path, name, seed, 1.5, loss, "b" if seed == 2 else "a")
+    _, text, verdict = evidence.ahead(ladder.MEGALODON, "1 M")
+    assert verdict == "open: the chosen rate is the upper end; by the rule before 27 November: holds"
+    assert text.endswith("; pairs of different code")
+    (tmp_path / "ladder.csv").unlink()
+    for seed in range(3):
+        add(tmp_path, ladder.GECKO, seed, float("nan") if seed else 1.3)
+        for name, loss in {**tuning, ladder.FASTER: float("nan")}.items():
+            add(tmp_path, name, seed, 1.5, loss)
+    _, text, verdict = evidence.ahead(ladder.MEGALODON, "1 M")
+    assert ladder.tuned(tuning) == ladder.GATED and ladder.missing([*tuning], ladder.GECKO) == 0
+    assert text.endswith(": diverged") and verdict.startswith("open: a run diverged")
+
+
+def test_an_interval_has_the_variance_of_seeds_and_of_documents() -> None:
+    assert tables.over_seeds_and_documents([[1.0, 2.0]]).shown() == "+1.5000 (one seed: no interval)"
+    differences = np.array([[0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]])
+    mean, low, high = tables.over_seeds_and_documents(differences)
+    # Both variances of the mean are 1/3: by Satterthwaite 4 degrees of freedom, t = 2.7764.
+    alone = 4.30265 * 3**-0.5
+    assert mean == 2 and high - mean == pytest.approx(max(2.77645 * (2 / 3) ** 0.5, alone), abs=1e-4)
+    assert mean - low == pytest.approx(high - mean)
+    wide = tables.over_seeds_and_documents(np.add.outer(np.arange(8.0), np.arange(8.0)))
+    assert wide.high - wide.mean == pytest.approx(2.14479 * (2 * 6 / 8) ** 0.5, abs=1e-4), "wider than either alone"
+
+
+def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
+    begun = list[str]()
+
+    def run(one: SimpleNamespace) -> list[tuple[str, ...]]:
+        begun.append(one.key[0])
+        if one.key[0] in bad:
+            raise bad[one.key[0]]
+        return [(*one.key, "1")] * one.lines
+
+    runs, bad = [SimpleNamespace(key=(name,), lines=2) for name in "abcd"], {"b": OSError("full")}
+    table = tables.Table("x.csv", ("name", "value"))
+    with pytest.raises(ExceptionGroup, match="1 runs failed") as failed:
+        table.work_through([lambda: runs[:2], lambda: runs[2:]], run, 1)
+    assert failed.group_contains(OSError, match="full")
+    assert [row["name"] for row in tables.rows_of("x.csv")] == ["a", "a", "c", "c", "d", "d"]
+    (tmp_path / "x.csv").write_text("name,value\na,1\na,1\nb,1\n")
+    begun.clear()
+    bad = {}
+    table.work_through([lambda: runs[:2]], run, 1)
+    assert begun == ["b"], "it lacks a line"
+    with pytest.raises(ValueError, match="must have the columns name, other; it has name, value"):
+        tables.Table("x.csv", ("name", "other"))
+
+
+def test_ctrl_c_gives_up_runs_that_have_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
+    ended, begun = Event(), list[str]()
+
+    def stopped(_: object) -> Iterator[object]:
+        ended.set()
+        raise KeyboardInterrupt
+        yield
+
+    def run(one: SimpleNamespace) -> list[tuple[str, ...]]:
+        begun.append(one.key[0])
+        ended.wait(10)
+        return [one.key]
+
+    monkeypatch.setattr(tables, "as_completed", stopped)
+    runs = [SimpleNamespace(key=(name,), lines=1) for name in "abcdefgh"]
+    with pytest.raises(KeyboardInterrupt):
+        tables.Table("x.csv", ("name",)).work_through([lambda: runs], run, 1)
+    assert len(begun) < len(runs)
 
 
 def test_a_llama_can_start_with_the_weights_of_a_gecko() -> None:
@@ -147,10 +241,43 @@ def test_a_llama_can_start_with_the_weights_of_a_gecko() -> None:
     assert all((x == again[name]).all() for name, x in llama.state_dict().items())
 
 
-def test_no_kept_result_is_of_changed_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    for commit, shown in (("abcdef0123-dirty", "abcdef0-dirty"), ("abcdef0123", "abcdef0")):
-        monkeypatch.setattr(tables, "code_version", lambda commit=commit: {"version": "1", "commit": commit})
-        assert tables.code_and_machine()[0] == shown
+def test_code_is_changed_by_files_of_src_and_benchmarks_and_not_by_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables.gecko, "__file__", str(tmp_path / "src/gecko.py"))
+    monkeypatch.setattr(tables, "code_version", lambda: {"version": "1", "commit": "abcdef0123-dirty"})
+    files = [tmp_path / name for name in ("src/gecko.py", "benchmarks/ladder.py", "benchmarks/results/x.csv", "docs")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("old\n")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        tables.git(*command)
+    tree = tables.git("rev-parse", "--short=7", "HEAD:src")
+    for file, mark in zip(files, ("-dirty", "-dirty", "", ""), strict=True):
+        file.write_text("new\n")
+        assert len(tree) == 7 and tables.code() == (f"abcdef0{mark}", tree + mark)
+        file.write_text("old\n")
+    monkeypatch.setattr(tables.gecko, "__file__", str(tmp_path.parent / "other/gecko.py"))
+    assert tables.code()[0] == "abcdef0-dirty", "the package of another place"
+
+
+def test_a_run_that_goes_on_names_the_code_of_all_its_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(finished=len(sessions) == 3, checkpoint=tmp_path)
+
+    monkeypatch.setattr(tables, "train", stopped)
+    sessions = list[str]()
+    for commit in ("one", "two", "two"):
+        sessions.append(commit)
+        monkeypatch.setattr(tables, "CODE", (commit, "tree"))
+        if len(sessions) < 3:
+            with pytest.raises(InterruptedError):
+                tables.trained("tiny", [], tmp_path / "run")
+    assert tables.trained("tiny", [], tmp_path / "run")[1][:2] == ("one+two", "tree")
+
+
+def test_no_kept_result_is_of_changed_code() -> None:
     names = [path.name for path in tables.RESULTS.glob("*.csv") if path.name != "results.csv"]
     commits = [row["commit"] for name in names for row in tables.rows_of(name)]
     assert len(commits) > 40 and not [commit for commit in commits if "-" in commit]

@@ -43,11 +43,11 @@ def test_bytes_are_read_with_their_past_and_without() -> None:
     torch.testing.assert_close(near[:, : long_context.NEAR], whole[:, : long_context.NEAR])
 
 
-def fill(folder: Path, form: str, seed: int, repeated: float, new: float) -> None:
-    table = tables.Table(folder / "past.csv", long_context.COLUMNS)
+def fill(form: str, seed: int, repeated: float, new: float, steps: int = long_context.STEPS) -> None:
+    table = tables.Table("past.csv", long_context.COLUMNS)
     for number, package in enumerate(long_context.TEST):
         losses = [100, repeated + number / 10, 3.0, 50, new + number / 10, 3.0, 900, 2.0, 2.0]
-        table.add("test", form, seed, "0.008", package, *losses, "abcdefgh", "abcdefg", "x")
+        table.add([("test", form, seed, "0.008", steps, package, *losses, "abcdefgh", "abcdefg", "a", "x")])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_form_uses_the_past_if_it_leads_on_repeated_names_alone(
     for form in long_context.NAMES:
         for seed in range(3):
             control = form in (capacity.NONE, capacity.LINEAR)
-            fill(tmp_path, form, seed, (2.5 if control else repeated) + seed / 1000, 2.9 if control else new)
+            fill(form, seed, (2.5 if control else repeated) + seed / 1000, 2.9 if control else new)
     assert long_context.uses_the_past(capacity.PAPER) is uses and not long_context.uses_the_past(capacity.LINEAR)
     verdict = evidence.past()[2]
     assert (capacity.PAPER in verdict) is uses and capacity.LINEAR not in verdict
@@ -76,24 +76,29 @@ def test_a_form_uses_the_past_if_it_leads_on_repeated_names_alone(
 def test_a_seed_without_all_packages_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for form in (capacity.NONE, capacity.PAPER):
-        fill(tmp_path, form, 0, 2.4, 2.9)
+        fill(form, 0, 2.4, 2.9)
+        fill(form, 1, 2.4, 2.9, steps=10)
     lines = (tmp_path / "past.csv").read_text().splitlines()
     assert evidence.past()[2] == f"open: {3 * len(long_context.NAMES) - 2} runs are missing"
-    (tmp_path / "past.csv").write_text("\n".join(lines[:-1]) + "\n")
+    (tmp_path / "past.csv").write_text("\n".join(line for line in lines if "werkzeug" not in line) + "\n")
     assert evidence.past()[1:] == ("not run", "open")
 
 
-def test_the_rate_is_that_of_the_tuning_packages() -> None:
-    def row(split: str, rate: float, loss: float) -> dict[str, str]:
-        sizes = {f"{kind} bytes": "10" for kind in KINDS}
-        return {"split": split, "form": "linear", "rate": str(rate), **sizes, **dict.fromkeys(KINDS, str(loss))}
+def test_the_rate_is_that_of_the_tuning_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(split: str, rate: float, loss: float) -> list[dict[str, str]]:
+        of = {f"{kind}{end}": str(value) for kind in KINDS for end, value in ((" bytes", loss and 10), ("", loss))}
+        run = {"split": split, "form": "linear", "rate": str(rate), "steps": str(long_context.TUNING_STEPS), **of}
+        return [{**run, "package": name} for name in long_context.TUNING]
 
-    rows = [row("tuning", rate, loss) for rate, loss in zip(long_context.RATES, (2.0, 1.5, 1.75), strict=True)]
-    rows += [row("test", long_context.RATES[0], 1.0)]
-    assert long_context.tuned("linear", rows) == long_context.RATES[1]
-    assert long_context.tuned("linear", rows[1:]) is None
-    diverged = {**rows[0], **{f"{kind} bytes": "nan" for kind in KINDS}, **dict.fromkeys(KINDS, "nan")}
-    assert long_context.tuned("linear", [diverged, *rows[1:]]) == long_context.RATES[1]
+    def tuned(*runs: list[dict[str, str]]) -> float | None:
+        monkeypatch.setattr(long_context, "rows_of", lambda _: [row for of in runs for row in of])
+        return long_context.tuned("linear")
+
+    runs = [rows("tuning", rate, loss) for rate, loss in zip(long_context.RATES, (2.0, 1.5, 1.75), strict=True)]
+    runs += [rows("test", long_context.RATES[0], 1.0)]
+    assert tuned(*runs) == long_context.RATES[1]
+    assert tuned(*runs[1:]) is None and tuned(runs[0][:-1], *runs[1:]) is None
+    assert tuned(rows("tuning", long_context.RATES[0], float("nan")), *runs[1:]) == long_context.RATES[1]
 
 
 def test_texts_of_all_packages_are_needed_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +109,11 @@ def test_texts_of_all_packages_are_needed_and_the_same(tmp_path: Path, monkeypat
             (source / split / f"{name}.txt").write_text(name)
     arguments = ["--source", str(source), "--out", str(tmp_path), "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["long_context.py", *arguments])
-    fill(tmp_path, capacity.NONE, 0, 2.4, 2.9)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    with pytest.raises(ValueError, match=r"must have at least 262,144 bytes; .*'rich'\] have less"):
+        long_context.main()
+    monkeypatch.setattr(long_context, "LENGTH", 1)
+    fill(capacity.NONE, 0, 2.4, 2.9)
     with pytest.raises(ValueError, match=r"it has others of \['abcdefgh'\]"):
         long_context.main()
     before = long_context.digest(source)

@@ -21,10 +21,10 @@ def test_forms_are_drawn_by_bytes_of_state(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("tables.RESULTS", tmp_path)
     assert pictures.memory_capacity not in pictures.drawn()
     assert pictures.ladder_changes().svg().count("not run") == len(ladder.RUNGS) - 1
-    table = tables.Table(tmp_path / "capacity.csv", capacity.COLUMNS)
+    table = tables.Table("capacity.csv", capacity.COLUMNS)
     for form in (capacity.PAPER, capacity.LINEAR):
         for width, recall in ((16, 0.25), (32, 1.0)):
-            table.add(*capacity.Cell(form, 4, width, 0, 1e-2).key, recall, 1, 9, "abcdefg", "x")
+            table.add([(*capacity.Cell(form, 4, width, 0, 1e-2).key, recall, 1, 9, "abcdefg", "a", "x")])
     svg = pictures.memory_capacity().svg()
     assert pictures.memory_capacity in pictures.drawn() and svg.count(f">{capacity.LINEAR}<") == 1
     assert svg.count('points="70.0,232.5 196.7,60.0"') == 2 and ">4K<" in svg and ">32K<" in svg
