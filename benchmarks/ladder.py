@@ -307,16 +307,12 @@ def page() -> str:
 
 
 def _rates() -> str:
-    """Return the losses on the tuning novels after 2 MB by learning rate."""
-    found = {(row["rung"], float(row["rate"])): float(row["tuning_novels"]) for row in rows_of("ladder_rates.csv")}
-    lines = [
-        f"| after 2 MB, learning rate | {' | '.join(f'{rate:g}' for rate in RATES)} |",
-        "|---|" + "---:|" * len(RATES),
-    ]
-    for name in dict.fromkeys(name for name, _ in found):
-        losses = [found.get((name, rate)) for rate in RATES]
-        lines.append(f"| {name} | {' | '.join('' if loss is None else f'{loss:.4f}' for loss in losses)} |")
-    return "\n".join(lines) + "\n"
+    """Return a line with the losses on the tuning novels after 2 MB by learning rate."""
+    found: dict[str, dict[float, str]] = {}
+    for row in rows_of("ladder_rates.csv"):
+        found.setdefault(row["rung"], {})[float(row["rate"])] = f"{float(row['tuning_novels']):.4f} at {row['rate']}"
+    shown = (f"{name}: {', '.join(of[rate] for rate in sorted(of))}" for name, of in found.items())
+    return f"After 2 MB, on the tuning novels, by learning rate: {'; '.join(shown)}.\n"
 
 
 def _table(title: str, difference: str, models: Sequence[Model]) -> str:
