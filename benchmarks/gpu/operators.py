@@ -51,12 +51,6 @@ class Shape:
     config: GeckoConfig
     length: int
 
-    @property
-    def visible_pairs(self) -> float:
-        """Number of pairs of a query and a key in its window, in one head."""
-        chunk, chunks = self.config.chunk_size, self.length / self.config.chunk_size
-        return chunks * chunk * (chunk + 1) / 2 + max(0.0, chunks - 1) * chunk**2
-
 
 @dataclass(frozen=True)
 class Floor:
@@ -143,8 +137,10 @@ def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
     def remember(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return working_memory(q, k, v, config.chunk_size, rule=memory, segments=segments)[0]
 
-    # The memory is read, corrected and written once per token.
-    attending = 2 * shape.visible_pairs * (config.key_dim + config.value_dim)
+    # Pairs of a query and a key in its window, in one head. The memory is read, corrected and written once per token.
+    chunk, chunks = config.chunk_size, length / config.chunk_size
+    pairs = chunks * chunk * (chunk + 1) / 2 + max(0.0, chunks - 1) * chunk**2
+    attending = 2 * pairs * (config.key_dim + config.value_dim)
     remembering = 2 * 3 * length * config.key_dim * config.value_head_dim
     yield made(ATTENTION, attend, [q, k, v], v.numel(), attending)
     yield made(MEMORY, remember, [qm, km, v], v.numel(), remembering)
