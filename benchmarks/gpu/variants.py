@@ -178,7 +178,7 @@ _AVERAGES = ("cema.filter_kernel", "cema.gradients_kernel")
 _TIMESTEPS = ("timestep_norm.normalise_tiles", "timestep_norm.gradients")
 _CHAINS = ("working_memory._chain_kernel", "working_memory._chain_backward_kernel")
 _BARRIERS = {
-    f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_average", "triton_mixer")
+    f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_average", "triton_heads", "triton_mixer")
 }  # fmt: skip
 
 OPERATORS = {

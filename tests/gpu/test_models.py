@@ -80,7 +80,7 @@ def test_generation_is_the_same(device, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", [name for name, fields in VARIANTS.items() if fields.get("memory") != "linear"])
+@pytest.mark.parametrize("variant", cases.IN_TRITON)
 def test_decoding_by_graphs(variant, dtype, device):
     """Steps replay one graph; rows are at different positions, and join and leave."""
     model = cases.model(variant, torch.float32).to(dtype)

@@ -353,6 +353,11 @@ VARIANTS = {
 PAPER_VARIANTS = [name for name, changes in VARIANTS.items() if not changes.keys() & PAPER.keys()]
 IN_C = [name for name in VARIANTS if name not in ("gekko", "later-gecko", "orthogonal", "paper", "shared-keys")]
 """Variants that C decodes."""
+IN_TRITON = [
+    name for name, changes in VARIANTS.items()
+    if changes.get("memory", "adaptive") in ("adaptive", "none") and name not in ("gekko", "later-gecko", "paper")
+]  # fmt: skip
+"""Variants that Triton decodes."""
 ON_RANKS = [name for name in VARIANTS if name not in ("gekko", "orthogonal")]
 """Variants whose rows several ranks may share."""
 

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from support.cases import LLAMA
 from support.vllm_texts import expected, prompt
 from torch import Tensor
 
@@ -38,17 +40,18 @@ def test_tensor_parallel(folder, model):
     assert found == [expected(model, text, 30) for text in texts]
 
 
-def test_the_decoder_of_a_gpu(tmp_path):
-    """64 mixed requests, some of them preempted, under Triton's interpreter; the host reads nothing of the device."""
+@pytest.mark.parametrize(("changes", "count"), [({}, 64), ({**LLAMA, "key_value_heads": 1, "sinks": 1}, 16)])
+def test_the_decoder_of_a_gpu(tmp_path, changes, count):
+    """Mixed requests, some of 64 preempted, under Triton's interpreter; the host reads nothing of the device."""
     torch.manual_seed(0)
     sizes = {"num_layers": 1, "model_dim": 32, "key_dim": 16, "value_dim": 32, "ffn_dim": 32, "timestep_groups": 2}
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", chunk_size=8, **sizes))
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", chunk_size=8, **sizes, **changes))
     model.save(tmp_path)
-    texts, new = [prompt(1 + 37 * i % 70, seed=i) for i in range(64)], [1 + 5 * i % 12 for i in range(64)]
+    texts, new = [prompt(1 + 37 * i % 70, seed=i) for i in range(count)], [1 + 5 * i % 12 for i in range(count)]
     settings = {
         "max_num_seqs": 6, "enable_prefix_caching": True, "block_size": 16, "num_gpu_blocks_override": 9,
         "disable_log_stats": False, "skip_tokenizer_init": True,
     }  # fmt: skip
     found, preempted = run(tmp_path, texts, new, settings, TRITON_INTERPRET="1")
     assert found == [expected(model, text, count) for text, count in zip(texts, new, strict=True)]
-    assert preempted > 0
+    assert preempted > 0 or count < 64

@@ -38,10 +38,11 @@ _ATTENTIONS = {"sliding_chunk": 0, "chunk": 1, "sliding_window": 2}
 _MEMORIES = {"none": 0, "adaptive": 1, "linear": 2}
 _GATES = {"none": 0, "attention": 1, "sum": 2}
 _ONLY_IN_PYTORCH = (
-    "gate_activation", "output_norm", "memory_gate_channels", "memory_factor", "convolution_width", "unit_vectors",
-    "timestep_eps", "rms_eps",
+    "gate_activation", "output_norm", "convolution_width", "unit_vectors", "timestep_eps", "rms_eps",
 )  # fmt: skip
 """Fields of a config of which no decoder but ``Gecko.step`` knows another value than the default."""
+_NOT_IN_C = "memory_factor", "memory_gate_channels"
+"""Those that the decoder in Triton knows too."""
 
 
 class Network(Protocol):
@@ -71,7 +72,7 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
     config = model.config
     known = (
         all(getattr(config, name) == PAPER[name] for name in _ONLY_IN_PYTORCH)
-        and config.memory in _MEMORIES and (config.memory == "none" or config.num_key_value_heads == config.num_heads)
+        and config.memory in _MEMORIES
         and not model.sharded and not dispatch.is_watched() and all(map(_is_known, modules))
         and all(x.dtype in _DTYPES for x in model.parameters())
         and all(dtype in (_DTYPES if ".attention." in name else _DTYPES[:1]) for name, dtype in floats)
@@ -82,19 +83,23 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
         return None
     if dispatch.triton_kernels_run_on(model.embedding.weight):
         return "triton" if _triton_decodes(model) else None
+    shares_memory = config.memory != "none" and config.num_key_value_heads != config.num_heads
+    if shares_memory or any(getattr(config, name) != PAPER[name] for name in _NOT_IN_C):
+        return None
     weights = [tensor for parameter in model.parameters() for tensor in plain_tensors(parameter)]
     return "cpu" if all(x.device.type == "cpu" for x in weights) and library("decoding") is not None else None
 
 
 def _triton_decodes(model: Gecko) -> bool:
     """Return whether the Triton decoder supports config and weights: one device, and one kind in every block."""
-    if any(getattr(model.config, name) != default for name, default in PAPER.items()):
+    config = model.config
+    if config.memory not in ("none", "adaptive") or (config.norm == "rms" and config.local_mixing == "cema"):
         return False
     matrices = [module.weight for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     kinds = {_kind(weight) for weight in matrices}
     floats = {parameter.dtype for parameter in (model.embedding.weight, model.head.weight)}
     return (
-        model.config.memory != "linear" and len(kinds) == 1 and kinds <= {"8 bit", *map(str, floats)}
+        len(kinds) == 1 and kinds <= {"8 bit", *map(str, floats)}
         and len(floats) == 1 and len({parameter.device for parameter in model.parameters()}) == 1
     )  # fmt: skip
 
@@ -213,10 +218,13 @@ def _factor(norm: TimestepNorm | LayerNorm | BlockRMSNorm, features: int) -> Ten
 
 def _mixer(mixer: GatedAttention) -> Record:
     config = mixer.config
-    names = ("to_shared", "to_query", "to_key", "to_value", "to_gate", "to_hidden", "to_output")
+    names = (
+        "to_shared", "to_query", "to_key", "to_value", "to_gate", "to_memory_gate", "to_hidden", "to_output"
+    )  # fmt: skip
     layers = {name: layer for name in names if (layer := getattr(mixer, name)) is not None}
     return {
         "norm": _running_norm(mixer.norm, config.model_dim), **_average(mixer), **_scales(mixer),
+        "memory_factor": None if mixer.memory_factor is None else _vector(mixer.memory_factor),
         **{name: matrix(layer.weight, layer.bias) for name, layer in layers.items()},
     }  # fmt: skip
 
@@ -295,7 +303,7 @@ def _numbers(config: GeckoConfig) -> dict[str, int | float]:
         "separate": int(config.queries_and_keys == "separate"), "unit_queries": int(config.query_key_norm),
         "steps_only": int(config.norm == "rms"), "averages": int(config.local_mixing == "cema"),
         "gate": _GATES[config.gate], "hidden_branch": int(config.hidden_branch),
-        "silu_values": int(config.value_activation == "silu"),
+        "silu_values": int(config.value_activation == "silu"), "memory_gate_channels": config.memory_gate_channels,
     }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def replaced(kernel: Any, threads: int) -> Iterator[tuple[Access, Access]]:
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("variant", ["gecko", "no-memory", "cumulative"])
+@pytest.mark.parametrize("variant", ["gecko", "no-memory", "cumulative", "shared-keys"])
 def test_states_are_replaced_after_all_threads_have_read_them(variant, rows):
     """If a tile has fewer elements than threads can load, threads share some: all load them, and one stores them."""
     config = replace(cases.SMALL, **cases.VARIANTS[variant], num_layers=1, cema_modes=1)

@@ -114,7 +114,7 @@ def launches_of_a_token(config: GeckoConfig, dtype: torch.dtype, launched: list[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", ["gecko", "no-memory", "megalodon"])
+@pytest.mark.parametrize("variant", ["gecko", "no-memory", "megalodon", "llama", "shared-keys"])
 def test_a_token_takes_launches_only(variant: str, dtype: torch.dtype, launched: list[Launch]) -> None:
     config = replace(cases.SMALL, **cases.VARIANTS[variant])
     one, two = (launches_of_a_token(replace(config, num_layers=n), dtype, launched) for n in (1, 2))
@@ -122,7 +122,7 @@ def test_a_token_takes_launches_only(variant: str, dtype: torch.dtype, launched:
     assert two - one <= MOST_LAUNCHES
 
 
-@pytest.mark.parametrize("variant", ["gecko", "no-memory", "megalodon"])
+@pytest.mark.parametrize("variant", ["gecko", "no-memory", "megalodon", "llama", "shared-keys"])
 def test_a_token_of_states_in_pages_takes_launches_and_three_copies_on_the_gpu(
     variant: str, launched: list[Launch]
 ) -> None:

@@ -27,7 +27,8 @@ PRESETS = [
 REGISTERS = {
     "cema.triton_backward": 128, "cema.triton_forward": 64, "chunk_attention.triton_layout": 96,
     "chunk_attention.triton_narrow": 255, "chunk_attention.triton_wide": 255, "decoding.triton_average": 96,
-    "decoding.triton_ends": 64, "decoding.triton_mixer": 168, "decoding.triton_products": 255,
+    "decoding.triton_ends": 64, "decoding.triton_heads": 168, "decoding.triton_mixer": 168,
+    "decoding.triton_products": 255,
     "feed_forward.triton": 128, "gates.triton": 128, "loss.triton": 128, "norms.triton": 128,
     "qk_scale_shift.triton": 128,
     "timestep_norm.triton_backward": 255, "timestep_norm.triton_forward": 224, "working_memory.triton_chain": 255,
@@ -96,7 +97,36 @@ def test_launches_of_a_decoded_token_fit(preset, dtype, rows, capabilities):
     _check([lambda: decode(model_on_nothing(config, dtype), rows)], capabilities)
 
 
-@pytest.mark.parametrize("variant", ["no-memory", "cumulative", "window"])
+LLAMA = {
+    **cases.LLAMA, "vocab_size": 264, "num_layers": 1, "chunk_size": 1024, "sinks": 1, "query_key_bias": False,
+    "bfloat16_window": True,
+}  # fmt: skip
+LLAMAS = {
+    "SmolLM2": GeckoConfig(
+        model_dim=576, key_dim=576, value_dim=576, num_heads=9, key_value_heads=3, ffn_dim=1536, **LLAMA
+    ),
+    "Qwen3": GeckoConfig(
+        model_dim=1024, key_dim=2048, value_dim=2048, num_heads=16, key_value_heads=8, ffn_dim=3072,
+        query_key_norm=True, **LLAMA,
+    ),
+    "Llama 3": GeckoConfig(
+        model_dim=4096, key_dim=4096, value_dim=4096, num_heads=32, key_value_heads=8, ffn_dim=14_336, **LLAMA
+    ),
+    "student": GeckoConfig(
+        model_dim=576, key_dim=576, value_dim=576, num_heads=9, key_value_heads=3, ffn_dim=1536,
+        **{**LLAMA, "memory": "adaptive", "memory_gate_channels": 1, "sinks": 64},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 65), (F32, 4)])
+@pytest.mark.parametrize("name", LLAMAS)
+def test_launches_of_a_token_of_a_llama_fit(name, dtype, rows):
+    capabilities = CAPABILITIES if (dtype, rows) == (BF16, 1) else (90,)
+    _check([lambda: decode(model_on_nothing(LLAMAS[name], dtype), rows)], capabilities)
+
+
+@pytest.mark.parametrize("variant", ["no-memory", "cumulative", "window", "llama-window", "shared-keys", "separate"])
 def test_launches_of_decoded_variants_fit(variant):
     config = replace(cases.SMALL, **cases.VARIANTS[variant], num_layers=1)
     _check([lambda: decode(model_on_nothing(config), 2)], (90,))

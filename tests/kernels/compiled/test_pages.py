@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,18 +26,22 @@ def kernels(model: Gecko, state: GeckoState) -> dict[str, Configuration]:
         False: lambda: network.step(tokens),
         True: lambda: network.hidden(*map(torch.tensor, (tokens, [1, 0], [0, 5]))),
     }  # fmt: skip
-    is_paged = not state.final_norm.count.is_contiguous()
+    is_paged = not state.mixers[0].attention.keys.is_contiguous()
     return {one.kernel.__name__: one for one in recorded(calls[is_paged])}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_of_pages_compile_and_spill_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("variant", "count"), [("gecko", 5), ("llama", 3)])
+def test_kernels_of_pages_compile_and_spill_nothing(
+    variant: str, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take_kernels(monkeypatch)
-    model = Gecko(cases.SMALL).to(dtype)
-    state = GeckoState.empty(cases.SMALL, ROWS, value_dtype=dtype).map(torch.clone)
+    config = replace(cases.SMALL, **cases.VARIANTS[variant])
+    model = Gecko(config).to(dtype)
+    state = GeckoState.empty(config, ROWS, value_dtype=dtype).map(torch.clone)
     slots, pages = kernels(model, state), kernels(model, cases.in_pages(state))
     stateful = [name for name, one in pages.items() if any(key == "page_bytes" for key, _ in one.signature)]
-    assert len(stateful) == 5
+    assert len(stateful) == count
     for name in stateful:
         found, plain = (resources(of[name], 90) for of in (pages, slots))
         assert found.spilled_bytes == 0

@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from kernels.recording import take_kernels
-from support.cases import PAPER_VARIANTS, VARIANTS, in_pages
+from support.cases import IN_TRITON, LLAMA, VARIANTS, in_pages
 from torch import Tensor
 
 from gecko import Gecko, GeckoConfig
+from gecko.config import PAPER
 from gecko.inference import Prefill, Sampling, read
 from gecko.inference.batch import DecodingBatch
 from gecko.inference.decoder import Decoder
-from gecko.inference.packed_weights import PackedWeights, decoder_of
+from gecko.inference.packed_weights import _ONLY_IN_PYTORCH, PackedWeights, decoder_of
 from gecko.inference.request import Request, Token
 from gecko.ops.backends.dispatch import Launch
-from gecko.ops.decoding.triton_ends import draw_kernel
+from gecko.ops.decoding.triton_ends import draw_kernel, turn_kernel
 from gecko.state import GeckoState
 
 CHUNK = 4
@@ -31,7 +33,31 @@ LENGTHS = (1, 2 * CHUNK - 1, 3 * CHUNK + 2)
 STEPS = CHUNK + 1
 """A chunk ends in every row, at different steps, and the memory is empty, begins, and changes."""
 
-DECODED = [name for name in PAPER_VARIANTS if VARIANTS[name].get("memory") != "linear"]
+LLAMAS = {
+    "qwen2": {**LLAMA, "num_heads": 6, "key_value_heads": 2, "key_dim": 36, "value_dim": 30, "sinks": 4},
+    "qwen3": {
+        **LLAMA, "num_heads": 3, "key_value_heads": 1, "key_dim": 30, "value_dim": 15, "sinks": 1,
+        "query_key_bias": False, "query_key_norm": True, "tie_embedding": True,
+        "rope_frequencies": (2.0, 1.0, 0.5, 0.0, 0.1),
+    },
+    "llama-2": {**LLAMA, "query_key_bias": False},
+    "student": {
+        **LLAMA, "num_heads": 4, "key_value_heads": 2, "key_dim": 24, "query_key_bias": False, "sinks": 1,
+        "memory": "adaptive", "memory_gate_channels": 1,
+    },
+    "factor": {**LLAMA, "num_heads": 6, "key_value_heads": 3, "key_dim": 36, "value_dim": 30, "memory": "adaptive",
+               "memory_factor": 0.0, "memory_gate_channels": 5, "gate": "attention"},
+    "unrotated": {**LLAMA, "num_heads": 4, "key_value_heads": 2, "rope_heads": 0, "sinks": 2},
+    "expanded": {"cema_expansion": True, "gate_bias": False, "queries_and_keys": "separate", "gate": "sum"},
+}  # fmt: skip
+"""Forms of converted Llamas with odd sizes, and what else a user may combine."""
+CHANGES = {
+    **{name: {"key_dim": 16, **VARIANTS[name]} if VARIANTS[name].keys() & {"num_heads", "rope_frequencies"}
+       else VARIANTS[name] for name in VARIANTS}, **LLAMAS,
+}  # fmt: skip
+DECODED = [*IN_TRITON, *LLAMAS]
+SOME = ["gecko", "qwen2", "llama-window", "student", "shared-keys"]
+"""What a state may hold: sums of chunks or none, sinks or none, heads of its own or shared ones."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +65,9 @@ def _on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch)
 
 
-def model_of(variant: str, dtype: torch.dtype = torch.float64) -> Gecko:
+def model_of(variant: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Gecko:
     torch.manual_seed(0)
-    model = Gecko(replace(SMALL, **VARIANTS[variant])).to(dtype)
+    model = Gecko(replace(SMALL, **{**CHANGES[variant], **changes})).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -57,8 +83,10 @@ def start(model: Gecko, exact: Gecko, texts: Sequence[Tensor], window: torch.dty
     states = []
     for text in texts:
         state = read(exact, [text]).state.map(lambda x: x.float() if x.is_floating_point() else x)
-        rings = [replace(x.attention, values=x.attention.values.to(model.embedding.weight.dtype)) for x in state.mixers]
-        mixers = tuple(replace(x, attention=ring) for x, ring in zip(state.mixers, rings, strict=True))
+        dtypes = state.mixers[0].attention.keys.dtype, model.embedding.weight.dtype
+        mixers = state.mixers
+        if not model.config.bfloat16_window:
+            mixers = tuple(replace(x, attention=x.attention.to(*dtypes)) for x in state.mixers)
         states.append(replace(state, mixers=mixers, model=model.fingerprint()))
     return holding(model, states, window)
 
@@ -99,9 +127,10 @@ def test_steps_are_calls_in_float64(variant: str) -> None:
     assert_follows(logits, decoder, exact, texts, 1e-4)
 
 
-def test_launches_of_one_step_are_those_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", ["gecko", "qwen2"])
+def test_launches_of_one_step_are_those_of_every_step(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are recorded once and repeated, as by a captured graph: over borders of chunks, with tokens drawn there."""
-    exact = model_of("gecko")
+    exact = model_of(variant)
     texts = [tokens_of(1, length + 1, seed)[0] for seed, length in enumerate(LENGTHS)]
     model = copy.deepcopy(exact).float()
     decoder, other = (start(model, exact, [text[:-1] for text in texts]) for _ in range(2))
@@ -147,10 +176,11 @@ def test_states_in_pages_in_any_order(variant: str) -> None:
         assert torch.equal(tensor[3], kept.tensors()[name][3]), name
 
 
-def test_rows_come_and_go_among_pages() -> None:
+@pytest.mark.parametrize("variant", SOME)
+def test_rows_come_and_go_among_pages(variant: str) -> None:
     """Each row of a step is decoded as alone, whichever others there are, and a token after the vocabulary spoils its
     own row only."""
-    model = model_of("gecko", torch.float32)
+    model = model_of(variant, torch.float32)
     states = GeckoState.empty(model.config, 4).map(torch.clone)
     together, alone = (PackedWeights(model, "triton").with_states(in_pages(states)) for _ in range(2))
     steps = [([1, 2], [0, 0]), ([2], [1]), ([3, 2, 1], [0, 2, 1]), ([1, 3], [2, 1]), ([0, 1], [0, 3])]
@@ -165,9 +195,10 @@ def test_rows_come_and_go_among_pages() -> None:
     assert hidden.isnan().all(1).tolist() == [True, False]
 
 
-def test_a_state_continues_in_another_decoder_to_the_bit() -> None:
+@pytest.mark.parametrize("variant", SOME)
+def test_a_state_continues_in_another_decoder_to_the_bit(variant: str) -> None:
     """A chunk has just ended in one row, and ends in every row afterwards."""
-    exact = model_of("gecko")
+    exact = model_of(variant)
     model = copy.deepcopy(exact).float()
     decoder = start(model, exact, [tokens_of(1, length)[0] for length in LENGTHS])
     tokens, steps = tokens_of(len(LENGTHS), STEPS + 2, 5), 2
@@ -182,8 +213,9 @@ def test_a_state_continues_in_another_decoder_to_the_bit() -> None:
             assert torch.equal(moved.state(at).tensors()[name], tensor), name
 
 
-def test_documents_in_the_prompt_are_kept_apart() -> None:
-    exact = model_of("gecko")
+@pytest.mark.parametrize("variant", SOME)
+def test_documents_in_the_prompt_are_kept_apart(variant: str) -> None:
+    exact = model_of(variant)
     model = copy.deepcopy(exact).float()
     length = 4 * CHUNK + 1
     for start_at in (length - 2, length - CHUNK - 1):  # in the chunk of the last token, and in the one before
@@ -198,8 +230,9 @@ def test_documents_in_the_prompt_are_kept_apart() -> None:
         torch.testing.assert_close(found.double(), expected[:, length:], rtol=1e-4, atol=1e-4)
 
 
-def test_sixteen_bit_weights_are_near() -> None:
-    model = model_of("gecko").bfloat16()
+@pytest.mark.parametrize("variant", ["gecko", "qwen2"])
+def test_sixteen_bit_weights_are_near(variant: str) -> None:
+    model = model_of(variant).bfloat16()
     exact = copy.deepcopy(model).double()
     text = tokens_of(1, 2 * CHUNK + STEPS)[0]
     decoder = start(model, exact, [text[:-STEPS]])
@@ -221,11 +254,12 @@ def test_a_window_in_bfloat16_is_near() -> None:
     assert decoder._all.mixers[0].attention.keys.dtype == torch.bfloat16
 
 
-def test_weights_in_8_bits_are_those_of_torchao() -> None:
+@pytest.mark.parametrize("variant", ["gecko", "qwen3"])
+def test_weights_in_8_bits_are_those_of_torchao(variant: str) -> None:
     pytest.importorskip("torchao")
     from gecko.io.quantization import quantize
 
-    model = model_of("gecko", torch.float32).eval()
+    model = model_of(variant, torch.float32).eval()
     exact = copy.deepcopy(model)
     quantize(model, 8)
     for wide, narrow in zip(exact.parameters(), model.parameters(), strict=True):
@@ -238,10 +272,61 @@ def test_weights_in_8_bits_are_those_of_torchao() -> None:
     torch.testing.assert_close(run(decoder, text[CHUNK:].unsqueeze(0)).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("variant", "dtype"), [("linear-memory", torch.float32), ("gecko", torch.float16)], ids=str)
-def test_other_models_decode_in_pytorch(variant: str, dtype: torch.dtype) -> None:
-    model = model_of(variant, dtype)
+def test_a_rounded_window_is_that_of_steps_in_pytorch() -> None:
+    """The token's own key and value are not rounded; those of the tokens before it, and sinks, are."""
+    model = model_of("llama", torch.float32, bfloat16_window=True)
+    tokens = tokens_of(2, 3 * CHUNK + 2)
+    state = model.empty_state(2)
+    decoder = holding(model, [model.empty_state()] * 2)
+    with torch.no_grad():
+        for column in tokens.unbind(1):
+            expected, state = model.unchecked_step(column, state)
+            torch.testing.assert_close(run(decoder, column[:, None])[:, 0], expected, rtol=1e-3, atol=1e-3)
+    for name, tensor in decoder.state(1).tensors().items():
+        assert tensor.dtype == state.tensors()[name].dtype, name
+    rings = [one.mixers[0].attention for one in (decoder.state(1), state)]
+    assert torch.equal(rings[0].values[0], rings[1].values[1])
+    assert float((rings[0].keys[0] != rings[1].keys[1]).float().mean()) < 0.01, "but where a last bit turns"
+
+
+def test_the_rotation_of_sinks_is_exact_at_any_position() -> None:
+    frequencies = torch.tensor([2.0, 1.0, 0.3, 1e-3, 1e-9, 0.0], dtype=torch.float64)
+    positions = torch.tensor([7, 9, 65_543, 1_000_007, 2**33 + 1])
+    turns = torch.full((len(positions), len(frequencies), 2), torch.nan)
+    Launch(turn_kernel, (len(positions),), {
+        "p_position": positions, "p_start": torch.full_like(positions, 7), "p_frequencies": frequencies,
+        "p_turns": turns, "pairs": len(frequencies), "width": 8,
+    }, 1).run()  # fmt: skip
+    angles = (positions - 7).double()[:, None] * frequencies
+    torch.testing.assert_close(turns, torch.stack([angles.cos(), angles.sin()], -1).float(), rtol=0, atol=3e-6)
+    torch.testing.assert_close(turns[:4], torch.stack([angles.cos(), angles.sin()], -1)[:4].float(), rtol=0, atol=2e-7)
+
+
+IN_PYTORCH: list[tuple[str, dict[str, Any]]] = [
+    ("linear-memory", {}), ("separate-linear", {}), ("orthogonal", {}), ("gekko", {}),
+    ("later-gecko", {"memory_gate_channels": 5}), ("paper", {}),
+    ("shared-rms", {"local_mixing": "cema"}), ("llama", {"rms_eps": 1e-3}), ("separate", {"timestep_eps": 1e-3}),
+    ("separate", {"convolution_width": 1}), ("separate", {"gate_activation": "softplus"}),
+    ("llama", {"output_norm": True}), ("gecko", {"unit_vectors": "whole"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "changes"), IN_PYTORCH, ids=str)
+def test_other_models_decode_in_pytorch(variant: str, changes: dict[str, Any]) -> None:
+    model = model_of(variant, torch.float32, **changes)
     assert decoder_of(model, model.empty_state()) is None
+
+
+def test_models_in_float16_decode_in_pytorch() -> None:
+    model = model_of("gecko", torch.float16)
+    assert decoder_of(model, model.empty_state()) is None
+
+
+def test_every_field_is_decoded_or_left_to_pytorch() -> None:
+    decoded = {name for variant in DECODED for name in CHANGES[variant]} | {"bfloat16_window"}
+    assert PAPER.keys() <= decoded | set(_ONLY_IN_PYTORCH)
+    changed = {name for variant, changes in IN_PYTORCH for name in {**CHANGES[variant], **changes}}
+    assert set(_ONLY_IN_PYTORCH) <= changed
 
 
 def draw(logits: Tensor, temperature: float, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:

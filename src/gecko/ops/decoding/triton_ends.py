@@ -1,4 +1,4 @@
-"""Triton kernels of the ends of a step: embedding, clock, and the choice of the next token."""
+"""Triton kernels of the ends of a step: embedding, rotation for sinks, clock, and the choice of the next token."""
 
 from __future__ import annotations
 
@@ -23,12 +23,36 @@ def embed_kernel(p_token, p_embedding, p_x, scale, vocabulary: tl.constexpr, fea
 
 
 @triton.jit
+def turn_kernel(p_position, p_start, p_frequencies, p_turns, pairs: tl.constexpr, width: tl.constexpr):
+    """Store cosine and sine of the angles of a token's number in its document, (pairs, 2). They are computed in
+    float64, as the number may be large: from the Taylor series of a quarter of the angle, at most π / 4."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, width)
+    number = (tl.load(p_position + row) - tl.load(p_start + row)).to(tl.float64)
+    b_turns = number * tl.load(p_frequencies + i, mask=i < pairs, other=0.0) * 0.15915494309189535  # 1 / 2π
+    b_turns -= (b_turns + 0.5).to(tl.int64).to(tl.float64)
+    b_x = b_turns * 1.5707963267948966
+    b_square = b_x * b_x
+    b_cosine, b_sine = tl.full([width], 1.0, tl.float64), tl.full([width], 1.0, tl.float64)
+    for term in tl.static_range(14, 0, -2):
+        b_cosine = 1 - b_square * (1 / (term * (term - 1))) * b_cosine
+        b_sine = 1 - b_square * (1 / (term * (term + 1))) * b_sine
+    b_sine *= b_x
+    for _ in tl.static_range(2):
+        b_cosine, b_sine = b_cosine * b_cosine - b_sine * b_sine, 2 * b_cosine * b_sine
+    p_pair = p_turns + (row * pairs + i) * 2
+    tl.store(p_pair, b_cosine.to(tl.float32), mask=i < pairs)
+    tl.store(p_pair + 1, b_sine.to(tl.float32), mask=i < pairs)
+
+
+@triton.jit
 def advance_kernel(p_position, p_count, p_page, page_bytes: tl.constexpr):
-    """Count the step of a row, after all other kernels have read the position and the final norm its count."""
+    """Count the step of a row, after all other kernels have read the position and the final norm its count, if it has
+    one."""
     row = tl.program_id(0)
     tl.store(p_position + row, tl.load(p_position + row) + 1)
-    p_count = state_of(p_count, p_page, row, 1, page_bytes)
-    tl.store(p_count, tl.load(p_count) + 1)
+    if p_count is not None:
+        p_count = state_of(p_count, p_page, row, 1, page_bytes)
+        tl.store(p_count, tl.load(p_count) + 1)
 
 
 @triton.jit

@@ -55,34 +55,51 @@ def _sums(p_x, p_weight, p_scale, i_row, i_out, m_row, m_out, inputs: tl.constex
     return b_sum
 
 
+@triton.jit
+def _of_part(tile, gates, queries, keys, shares, rest, of_value, of_gate, of_query, of_key, of_share, of_hidden):
+    """Return what belongs to the part of a tile; the parts after the first begin at the tiles ``gates`` … ``rest``."""
+    of_key = tl.where(tile < shares, of_key, tl.where(tile < rest, of_share, of_hidden))
+    of_query = tl.where(tile < keys, of_query, of_key)
+    return tl.where(tile < gates, of_value, tl.where(tile < queries, of_gate, of_query))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def project_kernel(
-    p_normal, p_averaged, p_value, p_gate, p_shared, p_hidden, p_scale, p_bias, p_y, rows, value: tl.constexpr,
-    shared: tl.constexpr, hidden: tl.constexpr, inputs: tl.constexpr, stride: tl.constexpr, many: tl.constexpr,
+    p_normal, p_averaged, p_value, p_gate, p_query, p_key, p_memory_gate, p_hidden, p_scale, p_bias, p_y, rows,
+    value: tl.constexpr, gate: tl.constexpr, query: tl.constexpr, key: tl.constexpr, memory_gate: tl.constexpr,
+    hidden: tl.constexpr, silu_values: tl.constexpr, inputs: tl.constexpr, stride: tl.constexpr, many: tl.constexpr,
     out: tl.constexpr, inner: tl.constexpr, operand_type: tl.constexpr,
 ):  # fmt: skip
-    """The four projections of the mixer side by side: values and gates, after silu; shared queries and keys; hidden.
-    Values read the normal features, the others the averaged ones."""
-    value_tiles: tl.constexpr = (value + out - 1) // out
-    shared_tiles: tl.constexpr = (shared + out - 1) // out
+    """The projections of the mixer side by side, of these sizes, some of which may be 0: values; gates, after silu;
+    queries, or what queries and keys share; keys; gates of the memory; hidden. Values read the normal features, the
+    others the averaged ones."""
+    gates: tl.constexpr = (value + out - 1) // out
+    queries: tl.constexpr = gates + (gate + out - 1) // out
+    keys: tl.constexpr = queries + (query + out - 1) // out
+    shares: tl.constexpr = keys + (key + out - 1) // out
+    rest: tl.constexpr = shares + (memory_gate + out - 1) // out
+    after_query: tl.constexpr = value + gate + query
     tile = tl.program_id(0)
-    is_value, is_gate = tile < value_tiles, (tile >= value_tiles) & (tile < 2 * value_tiles)
-    is_hidden = tile >= 2 * value_tiles + shared_tiles
-    p_x = tl.where(is_value, p_normal, p_averaged)
-    p_weight = tl.where(is_value, p_value, tl.where(is_gate, p_gate, tl.where(is_hidden, p_hidden, p_shared)))
-    outputs = tl.where(is_value | is_gate, value, tl.where(is_hidden, hidden, shared))
-    before = tl.where(is_value, 0, tl.where(is_gate, value, tl.where(is_hidden, 2 * value + shared, 2 * value)))
-    tile -= tl.where(is_value, 0, tl.where(is_gate, value_tiles, 2 * value_tiles))
-    tile -= tl.where(is_hidden, shared_tiles, 0)
+    p_x = tl.where(tile < gates, p_normal, p_averaged)
+    p_weight = _of_part(
+        tile, gates, queries, keys, shares, rest, p_value, p_gate, p_query, p_key, p_memory_gate, p_hidden
+    )
+    outputs = _of_part(tile, gates, queries, keys, shares, rest, value, gate, query, key, memory_gate, hidden)
+    before = _of_part(
+        tile, gates, queries, keys, shares, rest, 0, value, value + gate, after_query, after_query + key,
+        after_query + key + memory_gate,
+    )  # fmt: skip
+    activated = ((tile < gates) & silu_values) | ((tile >= gates) & (tile < queries))
 
+    tile -= _of_part(tile, gates, queries, keys, shares, rest, 0, gates, queries, keys, shares, rest)
     i_row, i_out, m_row, m_out = _places(tile, rows, outputs, many, out)
     p_factor = p_scale
     if p_scale is not None:
         p_factor = p_scale + before
     b_y = _sums(p_x, p_weight, p_factor, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type)
     b_y += tl.load(p_bias + before + i_out, mask=m_out, other=0.0)[None, :]
-    b_y = tl.where(is_value | is_gate, b_y * tl.sigmoid(b_y), b_y)
-    i_y = i_row[:, None] * (2 * value + shared + hidden) + before + i_out[None, :]
+    b_y = tl.where(activated, b_y * tl.sigmoid(b_y), b_y)
+    i_y = i_row[:, None] * (after_query + key + memory_gate + hidden) + before + i_out[None, :]
     tl.store(p_y + i_y, b_y, mask=m_row[:, None] & m_out[None, :])
 
 

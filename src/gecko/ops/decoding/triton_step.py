@@ -14,14 +14,16 @@ from torch import Tensor
 from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.chunk_attention.triton_layout import operand
 from gecko.ops.decoding.triton_average import average_kernel
-from gecko.ops.decoding.triton_ends import advance_kernel, draw_kernel, embed_kernel
-from gecko.ops.decoding.triton_mixer import enter_kernel, heads_kernel, mix_kernel
+from gecko.ops.decoding.triton_ends import advance_kernel, draw_kernel, embed_kernel, turn_kernel
+from gecko.ops.decoding.triton_heads import heads_kernel
+from gecko.ops.decoding.triton_mixer import enter_kernel, mix_kernel
 from gecko.ops.decoding.triton_products import gated_kernel, norm_kernel, onto_kernel, project_kernel
 from gecko.ops.decoding.weights import Record, Weights
 from gecko.ops.timestep_norm.triton import decay_arguments
 
 _ATTENTIONS = "sliding_chunk", "chunk", "sliding_window"
-_PROJECTIONS = "to_value", "to_gate", "to_shared", "to_hidden"
+_GATES = "none", "attention", "sum"
+_PARTS = "value", "gate", "query", "key", "memory_gate", "hidden"
 _PROGRAMS = 256
 """Programs that fill a large GPU; tiles are halved until there are as many."""
 
@@ -30,8 +32,8 @@ class Buffers:
     """Activations of all slots, float32, or of the dtype of the weights if they are the input of a product."""
 
     def __init__(self, record: Record, dtype: torch.dtype, device: torch.device) -> None:
-        slots, heads, key = record["rows"], record["heads"], record["key"]
-        features, value = record["features"], heads * record["value"]
+        slots, heads, key_heads, key = (record[name] for name in ("rows", "heads", "key_heads", "key"))
+        features, value, sinks = record["features"], heads * record["value"], record["sinks"]
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=device)
@@ -42,12 +44,14 @@ class Buffers:
         self.temperature, self.seed = empty(), empty(dtype=torch.int64)
         self.x, self.mixed, self.averaged = empty(features), empty(features), empty(features)
         self.normal, self.normal_averaged = empty(features, dtype=dtype), empty(features, dtype=dtype)
-        self.projected = empty(2 * value + heads * key + features)
-        self.scores = empty(heads, 2 * record["chunk"])
+        self.projected = empty(sum(_sizes(record["layer"][0]).values()))
+        row = 2 * record["chunk"] + 16 * blocks(sinks, 16)  # of scores; wide loads begin at multiples of 16
+        self.scores, self.turns = empty(heads, row), empty(key // 2 if sinks else 0, 2)
         self.out, self.hidden = empty(value, dtype=dtype), empty(record["hidden"], dtype=dtype)
         self.logits = empty(record["vocabulary"] if self.page is None else 0)
-        self.read, self.share, self.rho, self.kept = (empty(heads, key) for _ in range(4))
-        self.entering = empty(heads, key, key)
+        self.read = empty(heads, key)
+        self.share, self.rho, self.kept = (empty(key_heads, key) for _ in range(3))
+        self.entering = empty(key_heads, key, key if record["memory"] else 0)
 
 
 class Launches:
@@ -63,17 +67,23 @@ class Launches:
         self._decay = decay_arguments(betas)
         self._eps = {"eps": record["eps"]}
         self._pages = {"p_page": buffers.page, "page_bytes": record["page_bytes"]}
-        self._projection = [_side_by_side([layer[name] for name in _PROJECTIONS]) for layer in record["layer"]]
+        self._projection = [_side_by_side(list(_parts(layer).values())) for layer in record["layer"]]
+        self._scale = [
+            torch.cat([x["query_scale"], x["key_scale"]]) if record["separate"] else x["qk_scale"]
+            for x in record["layer"]
+        ]
 
     def step(self, rows: int) -> list[Launch]:
         """Return the launches of one step of ``rows`` rows: each reads its token and, unless states are in pages, draws
         the next one; the owner of pages has head and draw of its own."""
         net, a = self._net, self._buffers
         found = [self._embed(rows)]
-        for layer, projection in zip(net["layer"], self._projection, strict=True):
-            found += self._block(rows, layer, *projection)
-        counts = {"p_position": a.position, "p_count": net["final_norm"]["count"], **self._pages}
-        found += [self._average(rows, net["final_norm"], None), Launch(advance_kernel, (rows,), counts, 1)]
+        if net["sinks"] and net["rope_heads"]:
+            found.append(self._turn(rows))
+        for layer, projection, scale in zip(net["layer"], self._projection, self._scale, strict=True):
+            found += self._block(rows, layer, projection, scale)
+        counts = {"p_position": a.position, "p_count": net["final_norm"].get("count"), **self._pages}
+        found += [self._block_norm(rows, net["final_norm"]), Launch(advance_kernel, (rows,), counts, 1)]
         if a.page is None:
             found += [self._onto(rows, a.normal, net["head"], a.logits), self.draw(rows, a.logits)]
         return found
@@ -94,20 +104,37 @@ class Launches:
             "vocabulary": net["vocabulary"], "features": net["features"], "stride": weight.shape[1], "block": block,
         }, 4)  # fmt: skip
 
-    def _block(self, rows: int, layer: Record, scale: Tensor | None, bias: Tensor) -> Iterator[Launch]:
+    def _turn(self, rows: int) -> Launch:
+        a, pairs = self._buffers, self._net["key"] // 2
+        return Launch(turn_kernel, (rows,), {
+            "p_position": a.position, "p_start": a.start, "p_frequencies": self._net["frequencies"],
+            "p_turns": a.turns, "pairs": pairs, "width": tile(pairs, 1),
+        }, 1)  # fmt: skip
+
+    def _block(
+        self, rows: int, layer: Record, projection: tuple[Tensor | None, Tensor], scale: Tensor
+    ) -> Iterator[Launch]:
         net, a = self._net, self._buffers
-        two_hop = net["two_hop"]
-        yield self._average(rows, layer["norm"], layer)
-        yield self._norm(rows, a.averaged, layer["cema_norm"], None, a.normal_averaged)
-        yield self._project(rows, layer, scale, bias)
-        yield self._heads(rows, layer)
+        two_hop, hidden = net["two_hop"], a.projected[:, -net["features"] :] if net["hidden_branch"] else None
+        yield self._block_norm(rows, layer["norm"], layer if net["averages"] else None)
+        if net["averages"]:
+            yield self._norm(rows, a.averaged, layer["cema_norm"], None, a.normal_averaged)
+        yield self._project(rows, layer, *projection)
+        yield self._heads(rows, layer, scale)
         yield self._mix(rows, layer)
         if net["memory"]:
             yield self._enter(rows, layer)
-        yield self._onto(rows, a.out, layer["to_output"], a.mixed, onto=a.x, more=a.projected[:, -net["features"] :])
+        yield self._onto(rows, a.out, layer["to_output"], a.mixed, onto=a.x, more=hidden)
         yield self._norm(rows, a.mixed, layer["ffn_norm_scale"], layer["ffn_norm_shift"], a.normal)
         yield self._gated(rows, layer)
         yield self._onto(rows, a.hidden, layer["fc2"], a.x, factor=layer["ffn_scale"], onto=a.x if two_hop else a.mixed)
+
+    def _block_norm(self, rows: int, norm: Record, layer: Record | None = None) -> Launch:
+        """Return the launch of the norm of a block's or the head's input, and of the moving average of ``layer``."""
+        a = self._buffers
+        if self._net["steps_only"]:
+            return self._norm(rows, a.x, norm["scale"], None, a.normal)
+        return self._average(rows, norm, layer)
 
     def _average(self, rows: int, norm: Record, layer: Record | None) -> Launch:
         """Return the launch of a timestep norm, and of the moving average of ``layer``."""
@@ -135,60 +162,72 @@ class Launches:
         }, 8)  # fmt: skip
 
     def _project(self, rows: int, layer: Record, scale: Tensor | None, bias: Tensor) -> Launch:
-        a = self._buffers
-        weights = [layer[name] for name in _PROJECTIONS]
-        value, _, shared, hidden = (len(one.weight) for one in weights)
-        sizes = _tiles(rows, len(bias), weights[0], a.normal)
-        tiles = 2 * blocks(value, sizes["out"]) + blocks(shared, sizes["out"]) + blocks(hidden, sizes["out"])
+        a, net, parts, outputs = self._buffers, self._net, _parts(layer), _sizes(layer)
+        first = layer["to_value"]  # stands in for parts that are not there
+        sizes = _tiles(rows, len(bias), first, a.normal)
+        tiles = sum(blocks(size, sizes["out"]) for size in outputs.values())
         return Launch(project_kernel, (tiles, blocks(rows, sizes["many"])), {
-            "p_normal": a.normal, "p_averaged": a.normal_averaged,
-            **{f"p_{name.removeprefix('to_')}": one.weight for name, one in zip(_PROJECTIONS, weights, strict=True)},
-            "p_scale": scale, "p_bias": bias, "p_y": a.projected, "rows": rows, "value": value, "shared": shared,
-            "hidden": hidden, "inputs": self._net["features"], **sizes,
+            "p_normal": a.normal, "p_averaged": a.normal_averaged if net["averages"] else a.normal,
+            **{f"p_{name}": (one or first).weight for name, one in parts.items()},
+            "p_scale": scale, "p_bias": bias, "p_y": a.projected, "rows": rows, **outputs,
+            "silu_values": bool(net["silu_values"]), "inputs": net["features"], **sizes,
         }, 4, 4)  # fmt: skip
 
     def _both(self) -> dict[str, Any]:
         """Return the arguments that all kernels of the mixer take."""
         net, a = self._net, self._buffers
         return {
-            "p_position": a.position, "p_start": a.start, "heads": net["heads"], "key": net["key"],
+            "p_position": a.position, "p_start": a.start, "key_heads": net["key_heads"], "key": net["key"],
             "chunk": net["chunk"], "attention": _ATTENTIONS[net["attention"]], **self._pages,
         }  # fmt: skip
 
-    def _heads(self, rows: int, layer: Record) -> Launch:
+    def _of_heads(self) -> dict[str, Any]:
+        """Return the arguments of those with a program for each head of queries."""
+        net, a = self._net, self._buffers
+        return {
+            **self._both(), "p_projected": a.projected, "p_scores": a.scores, "p_read": a.read, "p_share": a.share,
+            "projected": a.projected.shape[1], "heads": net["heads"], "sinks": net["sinks"],
+            "score_row": a.scores.shape[2],
+        }  # fmt: skip
+
+    def _heads(self, rows: int, layer: Record, scale: Tensor) -> Launch:
         net, a = self._net, self._buffers
         width, chunk = tile(net["key"]), net["chunk"]
         slots, sums = min(tile(chunk), max(16, 8192 // width)), 16
-        tasks = 2 * blocks(chunk, slots) + (blocks(net["key"], sums) if net["memory"] else 0)
+        tasks = 2 * blocks(chunk, slots) + bool(net["sinks"]) + (blocks(net["key"], sums) if net["memory"] else 0)
         previous, current = layer.get("previous", {}), layer.get("current", {})
         return Launch(heads_kernel, (rows, net["heads"], tasks), {
-            **self._both(), "p_projected": a.projected, "p_scale": layer["qk_scale"], "p_shift": layer["qk_shift"],
-            "p_phases": net["phases"], "p_count": layer["norm"]["count"], "p_keys": layer["keys"],
-            "p_scores": a.scores, "p_normaliser": layer.get("normaliser"), "p_previous_weight": previous.get("weight"),
-            "p_previous_keys": previous.get("key_sum"), "p_previous_resets": layer.get("previous_resets"),
-            "p_weight": current.get("weight"), "p_key_sum": current.get("key_sum"), "p_read": a.read,
-            "p_share": a.share, "p_rho": a.rho, "p_kept": a.kept, "p_entering": a.entering, **self._eps,
-            "projected": a.projected.shape[1], "shared": 2 * net["heads"] * net["value"], "width": width,
-            "rope_heads": net["rope_heads"], "slots": slots, "rows": sums,
+            **self._of_heads(), "p_scale": scale, "p_shift": layer.get("qk_shift"), "p_phases": net["phases"],
+            "p_turns": a.turns, "p_count": layer["norm"].get("count"), "p_keys": layer["keys"],
+            "p_sinks": layer.get("sink_keys"), "p_normaliser": layer.get("normaliser"),
+            "p_previous_weight": previous.get("weight"), "p_previous_keys": previous.get("key_sum"),
+            "p_previous_resets": layer.get("previous_resets"), "p_weight": current.get("weight"),
+            "p_key_sum": current.get("key_sum"), "p_rho": a.rho, "p_kept": a.kept, "p_entering": a.entering,
+            **self._eps, "before": _before(layer, "query"), "width": width,
+            "rope_heads": net["rope_heads"], "separate": bool(net["separate"]), "normal": bool(net["unit_queries"]),
+            "slots": slots, "sink_slots": min(slots, tile(net["sinks"], 1)), "rows": sums,
         }, 4)  # fmt: skip
 
     def _mix(self, rows: int, layer: Record) -> Launch:
-        net, a, value = self._net, self._buffers, self._net["value"]
+        net, value = self._net, self._net["value"]
         columns = min(64, tile(value))
         while columns > 16 and rows * net["heads"] * blocks(value, columns) < _PROGRAMS:
             columns //= 2
+        slots, channels = min(tile(2 * net["chunk"]), 4096 // columns), net["memory_gate_channels"]
+        gate = "sum" if net["gate"] and channels else _GATES[net["gate"]]
         return Launch(mix_kernel, (rows, net["heads"], blocks(value, columns)), {
-            **self._both(), "p_projected": a.projected, "p_scores": a.scores, "p_values": layer["values"],
-            "p_memory": layer.get("memory"), "p_value_sum": layer.get("current", {}).get("value_sum"),
-            "p_read": a.read, "p_share": a.share, "p_out": a.out, "projected": a.projected.shape[1], "value": value,
-            "slots": min(tile(2 * net["chunk"]), 4096 // columns), "rows": min(tile(net["key"]), 2048 // columns),
+            **self._of_heads(), "p_values": layer["values"], "p_sinks": layer.get("sink_values"),
+            "p_memory": layer.get("memory"), "p_factor": layer["memory_factor"],
+            "p_value_sum": layer.get("current", {}).get("value_sum"), "p_out": self._buffers.out, "value": value,
+            "gate": gate, "channels": channels, "before": _before(layer, "memory_gate"), "slots": slots,
+            "sink_slots": min(slots, tile(net["sinks"], 1)), "rows": min(tile(net["key"]), 2048 // columns),
             "columns": columns,
         }, 8)  # fmt: skip
 
     def _enter(self, rows: int, layer: Record) -> Launch:
         net, a, value = self._net, self._buffers, self._net["value"]
         width, columns = tile(net["key"]), min(32, tile(value))
-        return Launch(enter_kernel, (rows, net["heads"], blocks(value, columns)), {
+        return Launch(enter_kernel, (rows, net["key_heads"], blocks(value, columns)), {
             **self._both(), "p_memory": layer["memory"], "p_previous_values": layer["previous"]["value_sum"],
             "p_previous_resets": layer["previous_resets"], "p_value_sum": layer["current"]["value_sum"],
             "p_rho": a.rho, "p_kept": a.kept, "p_entering": a.entering, "value": value, "width": width,
@@ -225,15 +264,33 @@ def _tiles(rows: int, outputs: int, weights: Weights, x: Tensor) -> dict[str, An
     while out > 16 and blocks(outputs, out) < _PROGRAMS:
         out //= 2
     inner = 64 if weights.weight.dtype == torch.float32 else 128
-    if inner == 128 and many == out == 16:  # few programs: each keeps 48 KB of weights in flight
-        inner = 512
+    if inner == 128 and many == out == 16:  # few programs: each keeps 48 KB of weights in flight, or most of its rows
+        inner = 512 if weights.inputs > 1024 else 256
     inner = min(inner, tile(weights.inputs))
     return {"many": many, "out": out, "inner": inner, "stride": weights.weight.shape[1], "operand_type": operand(x)}
 
 
-def _side_by_side(weights: list[Weights]) -> tuple[Tensor | None, Tensor]:
+def _parts(layer: Record) -> dict[str, Weights | None]:
+    """Return the projections of the mixer in the order of their outputs; None where it has not that one."""
+    parts = {name: layer.get(f"to_{name}") for name in _PARTS}
+    return parts | {"query": parts["query"] or layer["to_shared"]}
+
+
+def _sizes(layer: Record) -> dict[str, int]:
+    return {name: 0 if one is None else len(one.weight) for name, one in _parts(layer).items()}
+
+
+def _before(layer: Record, name: str) -> int:
+    """Return the outputs before those of a projection."""
+    return sum(list(_sizes(layer).values())[: _PARTS.index(name)])
+
+
+def _side_by_side(weights: list[Weights | None]) -> tuple[Tensor | None, Tensor]:
     """Return the scales, or None, and the biases of layers as one vector each."""
-    scales = [one.scale for one in weights if one.scale is not None]
-    biases = [one.bias for one in weights if one.bias is not None]
-    assert len(biases) == len(weights) and len(scales) in (0, len(weights)), "the projections are of one kind"
+    there = [one for one in weights if one is not None]
+    scales = [one.scale for one in there if one.scale is not None]
+    assert len(scales) in (0, len(there)), "the projections are of one kind"
+    biases = [
+        one.weight.new_zeros(len(one.weight), dtype=torch.float32) if one.bias is None else one.bias for one in there
+    ]
     return torch.cat(scales) if scales else None, torch.cat(biases)
