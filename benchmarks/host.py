@@ -15,14 +15,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
 from gpu.training import equal_llama
+from kernels.recording import launches
 from measuring import load, machine, of_processor, parser_of, publish
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,7 +51,9 @@ SMALL = GeckoConfig(
     cema_modes=4, timestep_groups=4,
 )  # fmt: skip
 
-NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
+NO_LAUNCH = (
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "promote_types",
+)  # fmt: skip
 """PyTorch's operations that start nothing on a GPU and are no views."""
 
 
@@ -152,8 +160,14 @@ def _counted(step: Step, case: Case) -> tuple[float, float, int]:
 
 
 def _operations(step: Step, case: Case) -> int:
-    with case.way(), kernels_counted(), OperationsCounted() as counted:
-        step()
+    """Return the number of PyTorch's launches of a step, as recorded for a GPU."""
+    counted = OperationsCounted()
+
+    def watched() -> None:
+        with case.way(), counted:
+            step()
+
+    launches(watched, lambda _: None)
     return counted.count
 
 

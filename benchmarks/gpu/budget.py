@@ -104,7 +104,7 @@ def _operation(name: str, given: list[Any], made: list[Any]) -> Cost:
     read, written = ([x for x in found if isinstance(x, Tensor)] for found in (given, made))
     size = _bytes(read) + _bytes([x for x in written if all(x is not y for y in read)])
     flops = 0.0
-    if name in ("bmm", "baddbmm", "baddbmm_", "mm", "addmm"):
+    if name in ("bmm", "baddbmm", "baddbmm_", "mm", "addmm", "addmm_"):
         a, b = read[:2] if name in ("bmm", "mm") else read[1:3]
         flops = 2.0 * a.numel() * b.shape[-1]
     seconds = max(size / COPY, flops / PRODUCTS) + GAP

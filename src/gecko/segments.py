@@ -141,6 +141,8 @@ class Segments:
     """(batch,) int64 on the CPU: tokens of each row that count; the others are padding. None: all tokens count."""
     at_start: bool = False
     """Whether all rows are known to be at their first token, so that the clock need not be looked at."""
+    keeps_state: bool = True
+    """Whether the state after the call is used. If not, operators may return any state of the right shapes."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -244,6 +246,10 @@ class Segments:
         if key not in self._shared:
             self._shared[key] = build()
         return self._shared[key]
+
+    def initial(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return an empty state. All layers share it if the state after the call, which may hold it, is not used."""
+        return build() if self.keeps_state else self.shared(key, build)
 
     def select(self, rows: list[int]) -> Segments:
         """Return the layout of the given rows alone."""

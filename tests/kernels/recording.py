@@ -65,7 +65,7 @@ class _WithoutNumbers(TorchDispatchMode):
         if func.is_view or not tree_any(_is_floating, (args, kwargs)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            return args[0]
+            return args[0] if func._schema.returns else None
         meta = {name: torch.device("meta") if name == "device" else x for name, x in _on("meta", kwargs).items()}
         return _on("cpu", func(*_on("meta", args), **meta))
 

@@ -10,6 +10,7 @@ from support.cases import tokens
 from support.model_calls import documents, variants
 
 import gecko
+from gecko.runtime.tensors import tensors_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -33,6 +34,20 @@ def test_every_parameter_is_trained(variant):
     model.loss(text, text.roll(-1, 1)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().sum() > 0, name
+
+
+@variants
+@pytest.mark.parametrize("length", [1, 3, 30])
+def test_states_of_layers_share_no_memory_and_a_loss_keeps_none(variant, length):
+    model, text, seen = cases.model(variant), tokens(2, length), []
+    for block in model.blocks:
+        block.mixer.register_forward_hook(lambda _, __, output: seen.append(output[1]))
+    model(text)
+    places = [{x.untyped_storage().data_ptr() for x in tensors_of(state)} for state in seen]
+    assert len(set.union(*places)) == sum(map(len, places))
+    seen.clear()
+    model.loss(text, text)
+    assert seen == [None] * len(model.blocks)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])

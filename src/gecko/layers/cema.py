@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gecko.config import CEMASkip
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.cema.context import cema_state_before
+from gecko.ops.common import compute_dtype
 from gecko.segments import Pending, Segments
 
 
@@ -52,7 +53,11 @@ class CEMA(nn.Module):
 
     def forward(self, x: Tensor, before: Pending[Tensor | None], segments: Segments) -> tuple[Tensor, Tensor]:
         """Return y of the shape of x, (B, T, D), and the state after the last token, (B, D, N, 2)."""
-        skip = x.new_ones(x.shape[-1]) if self.omega is None else self.omega
+
+        def ones() -> Tensor:
+            return torch.ones(x.shape[-1], dtype=compute_dtype(x), device=x.device)
+
+        skip = segments.shared(("ones", x.shape[-1]), ones) if self.omega is None else self.omega
         return cema(x, self.coefficients(), before.wait(), segments=segments, skip=skip)
 
     def coefficients(self) -> CEMACoefficients:

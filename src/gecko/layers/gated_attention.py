@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
 from gecko.layers.cema import CEMA
-from gecko.layers.linear import linear, project
+from gecko.layers.linear import Terms, linear, project
 from gecko.layers.norms import RMSNorm, block_norm
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, sinks_after, state_before
 from gecko.ops.common import compute_dtype
 from gecko.ops.gates import by_head, gated, silu_by_head
-from gecko.ops.norms import group_rms_norm
+from gecko.ops.norms import group_rms_norm, norm_adds
 from gecko.ops.qk_scale_shift import qk_scale_shift
 from gecko.ops.short_convolution import short_convolution
 from gecko.ops.timestep_norm import TimestepNormState
@@ -98,8 +99,13 @@ class GatedAttention(nn.Module):
             nn.init.constant_(self.scale[2:], config.memory_key_length - 1)
         self.offset = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
 
-    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
-        """Return y of the shape of x, (B, T, D), and the state after the last token.
+    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState | None]:
+        """Return y of the shape of x, (B, T, D), and the state after the last token; None if the call keeps none."""
+        terms, after = self.terms(x, state, segments)
+        return reduce(add, terms), after
+
+    def terms(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Terms, MixerState | None]:
+        """Return tensors whose sum is y, and the state after the last token; None if the call keeps none.
 
         States that come from other ranks are sent as early and waited for as late as possible, so their exchange
         overlaps with the values, with gate and hidden projection, and with attention.
@@ -113,18 +119,24 @@ class GatedAttention(nn.Module):
         if self.cema is not None and self.cema_norm is not None and before_average is not None:
             averaged, moving = self.cema(xn, before_average, segments)
             mx = self.cema_norm(averaged)
-        shared: Sequence[Tensor] = project(
-            mx, *(layer for layer in (self.to_shared, self.to_query, self.to_key) if layer is not None)
-        )
+        first = [layer for layer in (self.to_shared, self.to_query, self.to_key) if layer is not None]
+        # One call adds up the gradients of mx in the products. Other ranks wait for what the first outputs give.
+        together = segments.exchange is None and norm_adds(x)
+        shared: Sequence[Tensor]
+        if together:
+            shared, gates, terms = self.gates_and_residual(mx, x, *first)
+        else:
+            shared = project(mx, *first)
         convolution = None
         if v is None:
             shared, v, convolution = self.convolved(shared, xn, None if state is None else state.convolution, segments)
         projections = self.queries_and_keys(shared)
         before = self.before(projections, shared[-1], v, state, segments)
-        gates, y = self.gates_and_residual(mx, x)
+        if not together:
+            _, gates, terms = self.gates_and_residual(mx, x)
         out, attention, memory = self.mix(projections, v, gates, before, segments)
-        (y,) = project(out, self.to_output, onto=y)
-        return y, MixerState(norm, moving, attention, memory, convolution)
+        terms, _ = project_onto(terms, out, self.to_output)
+        return terms, MixerState(norm, moving, attention, memory, convolution) if segments.keeps_state else None
 
     def values(self, xn: Tensor) -> Tensor:
         """Return v, (B, K, T, value_head_dim)."""
@@ -168,12 +180,18 @@ class GatedAttention(nn.Module):
         normal = projected if self.key_norm is None else self.key_norm(projected)
         return by_head(normal, self.config.num_key_value_heads)
 
-    def gates_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Gates, Tensor]:
-        """Return the gates before their activations, and x plus the hidden branch."""
-        layers = [layer for layer in (self.to_gate, self.to_memory_gate, self.to_hidden) if layer is not None]
-        found = iter(project(mx, *layers, onto=None if self.to_hidden is None else x) if layers else ())
-        gates = Gates(*(None if layer is None else next(found) for layer in (self.to_gate, self.to_memory_gate)))
-        return gates, x if self.to_hidden is None else next(found)
+    def gates_and_residual(self, mx: Tensor, x: Tensor, *first: nn.Linear) -> tuple[tuple[Tensor, ...], Gates, Terms]:
+        """Return the outputs of the layers ``first``, the gates before their activations, and the terms of x plus the
+        hidden branch."""
+        gates = self.to_gate, self.to_memory_gate
+        layers = [*first, *(layer for layer in gates if layer is not None)]
+        terms: Terms = (x,)
+        if self.to_hidden is None:
+            found = project(mx, *layers) if layers else ()
+        else:
+            terms, found = project_onto((x,), mx, *layers, self.to_hidden)
+        each = iter(found[len(first) :])
+        return found[: len(first)], Gates(*(None if layer is None else next(each) for layer in gates)), terms
 
     def before(
         self, projections: tuple[Tensor, ...], z: Tensor, v: Tensor, state: MixerState | None, segments: Segments
@@ -276,3 +294,13 @@ class GatedAttention(nn.Module):
     ) -> tuple[Tensor, AttentionState]:
         """Return attention of the first two ``projections``, (B, H, T, value_head_dim), and its state."""
         return chunk_attention(projections[0], projections[1], v, self.pattern, state=state, segments=segments)
+
+
+def project_onto(terms: Terms, x: Tensor, *layers: nn.Linear) -> tuple[Terms, tuple[Tensor, ...]]:
+    """Return ``terms`` with the last layer's output for x, and the outputs of the other layers."""
+    if norm_adds(terms[0]):
+        *others, last = project(x, *layers)
+        return (*terms, last), tuple(others)
+    (onto,) = terms
+    *others, last = project(x, *layers, onto=onto)
+    return (last,), tuple(others)

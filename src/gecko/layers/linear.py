@@ -12,6 +12,7 @@ from gecko.config import GeckoConfig
 from gecko.layers.norms import BlockRMSNorm, LayerNorm
 from gecko.ops.common import from_linear
 from gecko.ops.feed_forward import feed_forward, swiglu
+from gecko.ops.norms import norm_adds
 from gecko.ops.projections import projections
 from gecko.runtime.private import global_module_hooks
 
@@ -44,9 +45,15 @@ def project(x: Tensor, *layers: nn.Linear, onto: Tensor | None = None) -> tuple[
     return tuple(outputs)
 
 
-def is_bare(layer: nn.Linear) -> bool:
-    """Return whether weight and bias define the layer: a plain ``nn.Linear`` without hooks."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):  # accelerate replaces it to load offloaded weights
+Terms = tuple[Tensor, ...]
+"""Tensors whose sum is the residual stream: one, or, on a GPU, also those that the next norm adds to it."""
+
+
+def is_bare(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Return whether the layer is of exactly one of ``kinds``, by default a plain ``nn.Linear``, and has no hooks."""
+    if type(layer) not in (kinds or (nn.Linear,)):
+        return False
+    if "forward" in vars(layer):  # accelerate replaces it to load offloaded weights
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return not any(hooks) and not global_module_hooks()
@@ -70,7 +77,20 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         """Return the sum, of the shape of x and onto, (B, T, D)."""
-        u = self.norm(x)
+        return self.after_norm(self.norm(x), onto)
+
+    def adds(self, x: Tensor) -> bool:
+        """Return whether ``of_sum`` takes less than to add terms of the dtype of x and call the layer, and no hook of
+        the layer or its norm would be left out."""
+        return norm_adds(x) and is_bare(self, FeedForward) and is_bare(self.norm, LayerNorm, BlockRMSNorm)
+
+    def of_sum(self, terms: Terms, onto: Tensor | None) -> Tensor:
+        """Return the output for x, the sum of ``terms``; ``onto`` None is x."""
+        u, x = self.norm.of_sum(*terms)
+        return self.after_norm(u, x if onto is None else onto)
+
+    def after_norm(self, u: Tensor, onto: Tensor) -> Tensor:
+        """Return the output for the normalised input u."""
         if self.fc3 is not None and self.scale is None and all(map(is_bare, (self.fc1, self.fc2, self.fc3))):
             return feed_forward(u, self.fc1.weight, self.fc3.weight, self.fc2.weight, onto)
         hidden = F.silu(self.fc1(u)) if self.fc3 is None else swiglu(self.fc1(u), self.fc3(u))

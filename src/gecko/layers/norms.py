@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gecko.config import GeckoConfig
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import linear_dtype
-from gecko.ops.norms import group_layer_norm, group_rms_norm
+from gecko.ops.norms import group_layer_norm, group_rms_norm, norm_of_sum
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
 from gecko.ops.timestep_norm.context import timestep_norm_state_before
 from gecko.segments import Segments
@@ -71,6 +71,10 @@ class BlockRMSNorm(RMSNorm):
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
+    def of_sum(self, *terms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of ``terms``, and the sum."""
+        return norm_of_sum(terms, self.offset(), None, self.groups, self.eps, False, linear_dtype(terms[0]))
+
     def offset(self) -> Tensor | None:
         return (
             None if self.weight is None else self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) - 1
@@ -100,3 +104,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return group_layer_norm(x, self.weight, self.bias, self.groups, self.eps, linear_dtype(x))
+
+    def of_sum(self, *terms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of ``terms``, and the sum."""
+        return norm_of_sum(terms, self.weight, self.bias, self.groups, self.eps, True, linear_dtype(terms[0]))

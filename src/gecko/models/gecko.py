@@ -23,7 +23,7 @@ from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, un
 from gecko.io.tensors import fitted, float_dtype
 from gecko.layers.cema import CEMA
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.layers.linear import FeedForward, embedding_, project
+from gecko.layers.linear import FeedForward, embedding_, is_bare, project
 from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm, block_norm
 from gecko.ops.common import content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
@@ -44,8 +44,11 @@ class Block(nn.Module):
         self.mixer = GatedAttention(config)
         self.feed_forward = FeedForward(config, layer)
 
-    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState]:
-        """Map x (B, T, D) to the same shape; also return the state after the last token."""
+    def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState | None]:
+        """Map x (B, T, D) to its shape; also return the state after the last token; None if the call keeps none."""
+        if self.feed_forward.adds(x) and is_bare(self.mixer, GatedAttention):
+            terms, state = self.mixer.terms(x, state, segments)
+            return self.feed_forward.of_sum(terms, x if self.two_hop_residual else None), state
         y, state = self.mixer(x, state, segments)
         return self.feed_forward(y, onto=x if self.two_hop_residual else y), state
 
@@ -121,7 +124,7 @@ class Gecko(nn.Module):
         on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the
         gradients of all ranks.
         """
-        return self._loss(tokens, targets, segment_ids, None, context)[0]
+        return self._loss(tokens, targets, segment_ids, None, context, keeps_state=False)[0]
 
     def loss_and_state(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState,
@@ -135,9 +138,9 @@ class Gecko(nn.Module):
 
     def _loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
-        context: Context | None,
+        context: Context | None, keeps_state: bool = True,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
+        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context, keeps_state)
         loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
         return loss if context is None else context.mean(loss, (targets != IGNORED).sum()), state
 
@@ -180,7 +183,7 @@ class Gecko(nn.Module):
 
     def _read(
         self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None,
-        lengths: Tensor | None = None,
+        lengths: Tensor | None = None, keeps_state: bool = True,
     ) -> tuple[Tensor, GeckoState, Segments]:  # fmt: skip
         x, (batch, length) = self._embed(tokens), tokens.shape[:2]
         if state is not None:
@@ -195,13 +198,14 @@ class Gecko(nn.Module):
             if self.config.memory == "orthogonal":  # its chunks have no affine maps that ranks could exchange
                 raise ValueError("a model whose rows several ranks share must not have memory=orthogonal.")
             segments = context.segments(batch, length, self.config.chunk_size, **layout)
+        segments = segments if keeps_state else dataclasses.replace(segments, keeps_state=False)
         return *self._through_blocks(x, state, segments), segments
 
     def _read_with_targets(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
-        context: Context | None,
+        context: Context | None, keeps_state: bool = True,
     ) -> tuple[Tensor, GeckoState, Tensor]:  # fmt: skip
-        hidden, state, segments = self._read(tokens, segment_ids, state, context)
+        hidden, state, segments = self._read(tokens, segment_ids, state, context, keeps_state=keeps_state)
         check_tokens("targets", targets, self.config.vocab_size, ignored=True)
         return hidden, state, trained_targets(tokens, targets, segment_ids, segments.next_begins)
 

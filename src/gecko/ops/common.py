@@ -58,10 +58,12 @@ def linear_dtype(x: Tensor) -> torch.dtype:
 
 
 def float32_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a b in float32 for batches of matrices of one dtype. Sums over 16-bit factors are not rounded."""
+    """Return a b in float32 for two matrices, or batches of them, of one dtype. Sums over 16-bit factors are not
+    rounded."""
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
     if on_gpu(a) and a.itemsize == 2:
-        return torch.bmm(a, b, out_dtype=torch.float32, out=out)
-    return torch.bmm(a.float(), b.float(), out=out)
+        return multiply(a, b, out_dtype=torch.float32, out=out)
+    return multiply(a.float(), b.float(), out=out)
 
 
 def from_linear(y: Tensor, x: Tensor) -> Tensor:

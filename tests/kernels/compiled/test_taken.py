@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gecko.ops.feed_forward import swiglu
 from gecko.ops.gates import gated, silu_by_head
-from gecko.ops.norms import group_layer_norm, group_rms_norm
+from gecko.ops.norms import group_layer_norm, group_rms_norm, norm_of_sum
 from gecko.ops.qk_scale_shift import qk_scale_shift
 from gecko.ops.timestep_norm import timestep_norm
 
@@ -25,6 +25,7 @@ CALLS: dict[str, Callable[[Empty], Tensor]] = {
     "timestep_norm": lambda e: timestep_norm(e(2, 70, 12), e(12), e(12), 3, (0.9, 0.99), 1e-5)[0],
     "group_norm": lambda e: group_rms_norm(e(2, 5, 12), e(12), 3, 1e-5),
     "group_norm centered": lambda e: group_layer_norm(e(2, 5, 12), e(12), e(12), 3, 1e-5),
+    "group_norm of a sum": lambda e: norm_of_sum((e(2, 5, 12),) * 3, e(12), None, 3, 1e-5, False, e(1).dtype)[0],
     "qk_scale_shift": lambda e: qk_scale_shift(e(2, 5, 12), e(4, 12), e(4, 12), 3, 1e-5)[0],
     "silu_by_head": lambda e: silu_by_head(e(2, 5, 12), 3),
     "gated": lambda e: gated(e(2, 3, 5, 4), e(2, 5, 12), e(2, 3, 5, 4)),

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kernels.agreement import is_well_registered, normal
 from kernels.recording import take_kernels
 from support import cases, laws
 
-from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, triton_coefficients
 from gecko.ops.cema.varlen_tiles import VarlenTilePlan
 from gecko.segments import Segments
 
@@ -144,6 +145,43 @@ def test_the_operator_compiles_in_one_graph():
     leaves = arguments[:7]
     for found, expected in zip(torch.autograd.grad(whole, leaves), torch.autograd.grad(plain, leaves), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("channels", "modes"), [(5, 3), (130, 16), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_coefficients_and_their_gradients(channels, modes, dtype):
+    """δ down to −30: log |q| of a long memory keeps its digits."""
+    shapes = (channels, modes), (channels, modes), (channels,), (channels, modes, 2)
+    parameters = [normal(*shape, seed=i).detach() for i, shape in enumerate(shapes)]
+    parameters[1][:, ::2] = -8 * parameters[1][:, ::2].abs()
+    parameters = [x.to(dtype).requires_grad_() for x in parameters]
+    wide = [x.detach().double().requires_grad_() for x in parameters]
+    found, exact = (list(vars(CEMACoefficients.from_parameters(*given)).values()) for given in (parameters, wide))
+    assert "cema_coefficients" in str(found[0].grad_fn)
+    weights = [normal(*x.shape, seed=9).detach().double() for x in exact]
+    for got, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=0)
+    grads = torch.autograd.grad(found, parameters, [x.to(y.dtype) for x, y in zip(weights, found, strict=True)])
+    for got, wanted, leaf in zip(grads, torch.autograd.grad(exact, wide, weights), parameters, strict=True):
+        assert got.dtype == leaf.dtype
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+
+
+def test_coefficients_of_which_some_have_no_gradient():
+    parameters = normal(5, 3), normal(5, 3, seed=1), normal(5), normal(5, 3, 2)
+    wide = [x.detach().double().requires_grad_() for x in parameters]
+    for name in ("input", "log_damping", "angle"):
+        results = []
+        for given in (parameters, wide):
+            total = getattr(CEMACoefficients.from_parameters(*given), name).sum()
+            results.append(torch.autograd.grad(total, given[:3], materialize_grads=True))
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_coefficients_are_well_registered():
+    is_well_registered(triton_coefficients._coefficients, normal(5, 3), normal(5, 3, seed=1), normal(5))
 
 
 def test_long_memories_stay_accurate():

@@ -52,7 +52,8 @@ def _worst(model: Gecko, precision: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("variant", "checkpointing"), [("gecko", "selective"), ("window-linear", "none"), ("llama", "none")]
+    ("variant", "checkpointing"),
+    [("gecko", "selective"), ("gecko", "full"), ("window-linear", "none"), ("llama", "none")],
 )
 def test_loss_and_gradients(variant, checkpointing):
     model = _model(variant)
@@ -62,6 +63,22 @@ def test_loss_and_gradients(variant, checkpointing):
 
 def test_gradients_in_bfloat16_are_near():
     assert _worst(_model("gecko"), "bfloat16") < 0.05
+
+
+@pytest.mark.parametrize("name", ["mixer", "feed_forward", "feed_forward.norm"])
+def test_a_hook_sees_what_the_layer_returns(name):
+    """A block leaves out no hook where it gives the terms of the residual stream to the next norm."""
+    model, wide = _model("gecko"), _model("gecko").double()
+    expected, seen = _gradients(model, "float32"), []
+    model.zero_grad()
+    for one in (model, wide):
+        layer = one.blocks[0].get_submodule(name)
+        layer.register_forward_hook(lambda _, __, output: seen.append(output[0] if name == "mixer" else output))
+        found = _gradients(one, "float32")
+    outputs, exact = seen
+    torch.testing.assert_close(outputs.double(), exact, rtol=1e-4, atol=1e-5)
+    for key, x in expected.items():
+        torch.testing.assert_close(found[key].float(), x, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.agreement import agree, is_well_registered, normal
+from kernels.recording import take_kernels
 
-from gecko.ops.norms import group_layer_norm, group_rms_norm
+from gecko.ops.norms import group_layer_norm, group_rms_norm, norm_of_sum
 from gecko.ops.norms import triton as kernels
 
 EPS = 1e-3
@@ -62,6 +63,95 @@ def test_group_norm_reads_tensors_that_are_not_contiguous():
 
 
 @pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize(
+    ("kept", "branch"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
+def test_group_norm_of_a_sum(kept, branch, branches, centered, monkeypatch):
+    """The norm and the sum are one output, so both have gradients."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    groups, dtype = 3, branch
+    terms = [normal(2, 5, 12, dtype=kept), *(normal(2, 5, 12, seed=s, dtype=branch) for s in range(4, 4 + branches))]
+    weight, bias = normal(12, seed=1, dtype=kept), normal(12, seed=2, dtype=kept) if centered else None
+
+    def kernel(weight, bias, *terms):
+        y, total = kernels.group_norm_of_sum(terms[0], terms[1:], weight, bias, groups, EPS, centered, dtype)
+        assert (y.dtype, total.dtype) == (dtype, kept)
+        grads = torch.autograd.grad((y, total), terms, (y, total), retain_graph=True)
+        assert [x.dtype for x in grads] == [x.dtype for x in terms]
+        return torch.cat([y, total.to(dtype)])
+
+    def eager(weight, bias, *terms):
+        return torch.cat(norm_of_sum(terms, weight, bias, groups, EPS, centered, torch.float64))
+
+    agree(kernel, eager, (weight, bias, *terms))
+
+
+def test_either_output_of_a_sum_may_have_no_gradient():
+    x, branch, weight = normal(2, 12), normal(2, 12, seed=1), normal(12)
+    y, total = kernels.group_norm_of_sum(x, [branch], weight, None, 1, EPS, False, torch.float32)
+    exact, _ = norm_of_sum((x, branch), weight, None, 1, EPS, False, torch.float32)
+    for found, wanted in ((y, exact), (total, x + branch)):
+        (got,) = torch.autograd.grad(found.square().sum(), branch, retain_graph=True)
+        torch.testing.assert_close(got, *torch.autograd.grad(wanted.square().sum(), branch, retain_graph=True))
+
+
+def _sum_of(terms, weight, groups=1):
+    return torch.cat(norm_of_sum(terms, weight, None, groups, EPS, False))
+
+
+def test_a_sum_has_any_number_of_terms_and_the_widest_dtype(monkeypatch):
+    take_kernels(monkeypatch)
+    dtypes = torch.bfloat16, torch.float16, torch.float32, torch.bfloat16
+    for count in range(1, 5):
+        terms = [normal(5, 12, seed=i, dtype=dtype) for i, dtype in enumerate(dtypes[-count:])]
+        y, total = norm_of_sum(terms, None, None, 1, EPS, False)
+        assert y.dtype == total.dtype == sum(terms).dtype
+        exact = sum(term.detach().double() for term in terms)
+        torch.testing.assert_close(total.double(), exact, rtol=1e-2, atol=1e-2)
+        found = torch.autograd.grad(y.float().square().sum() + total.float().sum(), terms)
+        assert [grad.dtype for grad in found] == [term.dtype for term in terms]
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_terms_of_another_shape_are_refused_before_a_kernel_reads_them(place, monkeypatch):
+    take_kernels(monkeypatch)
+    terms = [normal(4, 12) for _ in range(3)]
+    for shape in ((12,), (1, 12), (4, 1), (2, 4, 12), (3, 12)):
+        terms[place] = normal(*shape)
+        with pytest.raises(ValueError, match="every term must have shape"):
+            _sum_of(terms, None)
+
+
+def test_an_affine_part_or_groups_that_do_not_fit_are_refused(monkeypatch):
+    take_kernels(monkeypatch)
+    terms = [normal(4, 12), normal(4, 12)]
+    with pytest.raises(ValueError, match="weight must have shape"):
+        _sum_of(terms, normal(11))
+    with pytest.raises(ValueError, match="both be given"):
+        norm_of_sum(terms, normal(12), None, 1, EPS, True)
+    for norm in (lambda: _sum_of(terms, None, groups=5), lambda: group_rms_norm(terms[0], None, 5, EPS)):
+        with pytest.raises(RuntimeError, match="unflatten"):
+            norm()
+
+
+def test_terms_in_64_bits_or_without_gradients_are_added_as_pytorch_adds_them(monkeypatch):
+    take_kernels(monkeypatch)
+    x, frozen = normal(4, 12), normal(4, 12, seed=1).detach()
+    y, total = norm_of_sum((x, frozen.double()), None, None, 1, EPS, False)
+    assert y.dtype == total.dtype == torch.float64
+    y, total = norm_of_sum((frozen, x), normal(12).detach(), None, 1, EPS, False)
+    (y.sum() + total.sum()).backward()
+    assert x.grad is not None
+    total.data.zero_()
+    assert bool(frozen.any())
+
+
+@pytest.mark.parametrize("centered", [True, False])
 def test_group_norm_is_well_registered(centered):
     bias = normal(8) if centered else None
-    is_well_registered(kernels._group_norm, normal(3, 8), normal(8), bias, 2, EPS, centered, torch.bfloat16)
+    branches = [normal(3, 8, seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
+    for first, second in ((None, None), (branches[0], None), branches):
+        given = normal(3, 8), first, second, normal(8), bias, 2, EPS, centered, torch.bfloat16
+        is_well_registered(kernels._group_norm, *given, None if first is None else torch.float32)

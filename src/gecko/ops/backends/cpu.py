@@ -43,13 +43,13 @@ from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
 
 
-def refuse_second_derivatives() -> None:
+def refuse_second_derivatives(name: str = "C kernels") -> None:
     """Raise RuntimeError if the result of a kernel's backward pass would itself be differentiated.
 
     ``once_differentiable`` alone does not see a path around the operator and would silently omit its share.
     """
     if torch.is_grad_enabled():
-        raise RuntimeError("C kernels have first derivatives only; got create_graph=True.")
+        raise RuntimeError(f"{name} have first derivatives only; got create_graph=True.")
 
 
 def library(name: Name = "operators") -> ctypes.CDLL | None:

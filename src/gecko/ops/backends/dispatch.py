@@ -103,6 +103,16 @@ def choose_backend(x: Tensor, *others: Tensor | None, triton: bool = True, cpu: 
     return "eager"
 
 
+def gpu_functions_run_on(*tensors: Tensor | None) -> bool:
+    """Return whether PyTorch's operations on ``tensors`` may be an autograd function with hand-written gradients.
+
+    Gradients must be wanted, operations not watched, and all but None plain tensors that Triton kernels support.
+    """
+    if is_watched() or not torch.is_grad_enabled():
+        return False
+    return all(t is None or (type(t) in PLAIN and triton_kernels_run_on(t)) for t in tensors)
+
+
 def is_plain_float32(*tensors: Tensor | None) -> bool:
     """Return whether all ``tensors`` but None are plain float32 on the CPU and operations are not watched."""
     return not is_watched() and all(map(_is_plain, tensors))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import compute_dtype, full_precision
 from gecko.ops.scan import ScanPlan, chunk_states
 from gecko.segments import Segments
@@ -46,6 +47,11 @@ class CEMACoefficients:
             alpha, delta: (D, N); theta: (D,); gamma: (D, N, 2). Any float dtype; filters with a long memory (q close
                 to 1) need parameters in float32.
         """
+        fits = alpha.shape == delta.shape and theta.shape == alpha.shape[:1]
+        if fits and all(choose_backend(x, cpu=False) == "triton" for x in (alpha, delta, theta)):
+            from gecko.ops.cema.triton_coefficients import coefficients_triton
+
+            return cls(*coefficients_triton(alpha, delta, theta), gamma.to(compute_dtype(gamma)))
         alpha, delta, theta, gamma = (x.to(compute_dtype(x)) for x in (alpha, delta, theta, gamma))
         modes = torch.arange(1, alpha.shape[1] + 1, device=alpha.device, dtype=alpha.dtype)
         p = alpha.sigmoid()

@@ -67,12 +67,14 @@ def chunk_attention(
         raise ValueError(f"the heads of k must divide those of q; got {k.shape[1]} and {heads}.")
     check_shape("k", k, (batch, k.shape[1], length, key_dim))
     check_shape("v", v, (*k.shape[:3], v.shape[-1]))
-    if state is None:
-        sizes = batch, k.shape[1], pattern.chunk_size, key_dim, v.shape[-1]
-        state = AttentionState.empty(*sizes, v.dtype, v.device, sinks=pattern.sinks)
-    _check_state(pattern, state, k, v)
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
+    if state is None:
+        given = batch, k.shape[1], pattern.chunk_size, key_dim, v.shape[-1], v.dtype, v.device
+        state = segments.initial(
+            ("attention", *given[:-1], pattern.sinks), lambda: AttentionState.empty(*given, sinks=pattern.sinks)
+        )
+    _check_state(pattern, state, k, v)
     rounded = products_are_rounded()
     with full_precision(q):
         if segments.ends is not None and not _reads_padded_rows(pattern, (q, k, v), segments):

@@ -35,7 +35,9 @@ class AttentionLayout:
     phases: list[int]
     """Chunk offset of each batch row."""
     offset: Tensor
-    """(B,) int64: place of the first token in the grid of keys; modulo c, its place in the grid of queries."""
+    """(B,) int64: place of the first token in the grid of keys."""
+    query_offset: Tensor
+    """(B,) int64: place of the first token in the grid of queries."""
     shift: Tensor
     """(B,) int64: slot in the ring minus place in the grid of keys, modulo 2c."""
     ring_offset: Tensor
@@ -53,8 +55,8 @@ class AttentionLayout:
         offset = phase + before * chunk
         first = to_device(_first(pattern, segments, chunks, offset).to(torch.int32), segments.device)
         shift, ring_offset = (position - offset) % (2 * chunk), position % (2 * chunk)
-        offset, shift, ring_offset = (to_device(x, segments.device) for x in (offset, shift, ring_offset))
-        return cls(chunks, before, reads, phase.tolist(), offset, shift, ring_offset, first)
+        offset, place, shift, ring_offset = (to_device(x, segments.device) for x in (offset, phase, shift, ring_offset))
+        return cls(chunks, before, reads, phase.tolist(), offset, place, shift, ring_offset, first)
 
     @property
     def common_chunk_offset(self) -> int | None:
@@ -95,23 +97,22 @@ def chunk_attention_triton(
         table = segments.shared(key, lambda: rotary_table(chunk, pattern.frequencies(q.shape[-1]), q.device))
     query_rows, key_rows = layout.chunks * chunk, (layout.chunks + layout.before) * chunk
     turn = (chunk, turned)
-    near = lay(q, None, table, layout.offset % chunk, layout.shift, query_rows, False, *turn, 0, dtype)
-    far = None
-    if pattern.lookback:
-        far = lay(q, None, table, layout.offset % chunk, layout.shift, query_rows, False, *turn, chunk, dtype)
+    back = bool(pattern.lookback)
+    near, *far = lay(q, None, table, layout.query_offset, layout.shift, query_rows, False, *turn, back, dtype)
     ring_keys, ring_values = (state.keys, state.values) if layout.reads else (None, None)
-    keys = lay(k, ring_keys, table, layout.offset, layout.shift, key_rows, False, *turn, 0, dtype)
+    (keys,) = lay(k, ring_keys, table, layout.offset, layout.shift, key_rows, False, *turn, False, dtype)
     values = v.contiguous()
     if layout.reads or layout.common_chunk_offset != 0 or v.shape[2] != key_rows:
-        values = lay(v, ring_values, None, layout.offset, layout.shift, key_rows, False, chunk, 0, 0, dtype)
-    laid = (None if x is None else x.flatten(0, 1) for x in (near, far, keys, values))
+        (values,) = lay(v, ring_values, None, layout.offset, layout.shift, key_rows, False, chunk, 0, False, dtype)
+    laid = (None if x is None else x.flatten(0, 1) for x in (near, far[0] if back else None, keys, values))
     out, log_sums = attend_grid(*laid, layout.first, q.shape[1], chunk)
-    after = (
-        lay(x, ring, turns, layout.ring_offset, layout.shift, 2 * chunk, True, *turn, 0, to)
-        for x, ring, turns, to in ((k, state.keys, table, compute_dtype(k)), (v, state.values, None, dtype))
-    )
+    if segments.keeps_state:
+        state = AttentionState(*(
+            lay(x, ring, turns, layout.ring_offset, layout.shift, 2 * chunk, True, *turn, False, to)[0]
+            for x, ring, turns, to in ((k, state.keys, table, compute_dtype(k)), (v, state.values, None, dtype))
+        ))  # fmt: skip
     out, log_sums = (layout.taken(x.unflatten(0, q.shape[:2]), q.shape[2]) for x in (out, log_sums.unsqueeze(-1)))
-    return out, log_sums.squeeze(-1) * math.log(2) if pattern.sinks else None, AttentionState(*after)
+    return out, log_sums.squeeze(-1) * math.log(2) if pattern.sinks else None, state
 
 
 def _is_narrow(v: Tensor) -> bool:

@@ -120,10 +120,11 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows", "length", "heads", "turned_heads"])
 def _lay_kernel(
-    p_x, p_ring, p_table, p_out, p_offset, p_shift, rows, length, heads, turned_heads, further: tl.constexpr,
-    chunk_size: tl.constexpr, width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
+    p_x, p_ring, p_table, p_out, p_far, p_offset, p_shift, rows, length, heads, turned_heads, chunk_size: tl.constexpr,
+    width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Store to each row of ``out`` its token, rotated by its place in the chunk, or else its slot of the ring."""
+    """Store to each row of ``out`` its token, rotated by its place in the chunk, or else its slot of the ring; to
+    ``far`` the token rotated by a chunk more."""
     i_row = tl.program_id(1).to(tl.int64)
     i_out = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
@@ -135,24 +136,29 @@ def _lay_kernel(
     m_out = (i_out < rows)[:, None] & m_d
     m_new = ((i_token >= 0) & (i_token < length))[:, None] & m_out
     b_x = tl.load(p_x + (i_row * length + i_token)[:, None] * width + i_d[None, :], mask=m_new, other=0.0)
-    b_x = b_x.to(tl.float32)
+    b_x, i_angle = b_x.to(tl.float32), i_out % chunk_size
+    p_to = (i_row * rows + i_out)[:, None] * width + i_d[None, :]
+    turned = i_row % heads < turned_heads
+    if p_far is not None:
+        b_far = b_x
+        if p_table is not None:
+            b_far = _turn(b_x, turned, p_table, i_angle + chunk_size, i_d, m_d, 1.0, width, block_t, block_d)
+        tl.store(p_far + p_to, b_far.to(p_far.dtype.element_ty), mask=m_out)
     if p_table is not None:
-        turned = i_row % heads < turned_heads
-        b_x = _turn(b_x, turned, p_table, i_out % chunk_size + further, i_d, m_d, 1.0, width, block_t, block_d)
+        b_x = _turn(b_x, turned, p_table, i_angle, i_d, m_d, 1.0, width, block_t, block_d)
     if p_ring is not None:
         i_slot = i_out if to_ring else (i_out + tl.load(p_shift + i_row // heads)) % (2 * chunk_size)
         p_old = p_ring + (i_row * 2 * chunk_size + i_slot)[:, None] * width + i_d[None, :]
         b_x += tl.load(p_old, mask=(i_token < 0)[:, None] & m_out, other=0.0).to(tl.float32)
-    p_to = p_out + (i_row * rows + i_out)[:, None] * width + i_d[None, :]
-    tl.store(p_to, b_x.to(p_out.dtype.element_ty), mask=m_out)
+    tl.store(p_out + p_to, b_x.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["rows", "length", "heads", "turned_heads"])
 def _lay_backward_kernel(
-    p_grad, p_table, p_out, p_offset, rows, length, heads, turned_heads, further: tl.constexpr,
-    chunk_size: tl.constexpr, width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
+    p_grad, p_grad_far, p_table, p_out, p_offset, rows, length, heads, turned_heads, chunk_size: tl.constexpr,
+    width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of each token: that of its row on the grid, rotated back."""
+    """Store the gradient of each token: that of its row on the grid, rotated back, and that of the row in ``far``."""
     i_row = tl.program_id(1).to(tl.int64)
     i_token = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
@@ -163,11 +169,16 @@ def _lay_backward_kernel(
     if to_ring:
         i_from = i_from % (2 * chunk_size)
         m_laid = m_laid & (i_token >= length - 2 * chunk_size)
-    p_from = p_grad + (i_row * rows + i_from)[:, None] * width + i_d[None, :]
-    b_x = tl.load(p_from, mask=m_laid[:, None] & m_d, other=0.0).to(tl.float32)
+    p_from = (i_row * rows + i_from)[:, None] * width + i_d[None, :]
+    b_x = tl.load(p_grad + p_from, mask=m_laid[:, None] & m_d, other=0.0).to(tl.float32)
+    turned, i_angle = i_row % heads < turned_heads, i_from % chunk_size
     if p_table is not None:
-        turned = i_row % heads < turned_heads
-        b_x = _turn(b_x, turned, p_table, i_from % chunk_size + further, i_d, m_d, -1.0, width, block_t, block_d)
+        b_x = _turn(b_x, turned, p_table, i_angle, i_d, m_d, -1.0, width, block_t, block_d)
+    if p_grad_far is not None:
+        b_far = tl.load(p_grad_far + p_from, mask=m_laid[:, None] & m_d, other=0.0).to(tl.float32)
+        if p_table is not None:
+            b_far = _turn(b_far, turned, p_table, i_angle + chunk_size, i_d, m_d, -1.0, width, block_t, block_d)
+        b_x += b_far
     p_to = p_out + (i_row * length + i_token)[:, None] * width + i_d[None, :]
     tl.store(p_to, b_x.to(p_out.dtype.element_ty), mask=m_token[:, None] & m_d)
 
@@ -201,35 +212,38 @@ def _tiles(width: int) -> tuple[int, int]:
 
 def _lay(
     x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    chunk_size: int, turned_heads: int, far: bool, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
     batch, heads, length, width = x.shape
-    out = x.new_empty(batch, heads, rows, width, dtype=dtype)
+    out = [x.new_empty(batch, heads, rows, width, dtype=dtype) for _ in range(1 + far)]
     block_t, block_d = _tiles(width)
     Launch(
         _lay_kernel, (blocks(rows, block_t), batch * heads, blocks(width, block_d)),
         dict(
-            p_x=x.contiguous(), p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=out,
-            p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
-            further=further, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
+            p_x=x.contiguous(), p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=out[0],
+            p_far=out[1] if far else None, p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads,
+            turned_heads=turned_heads, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t,
+            block_d=block_d,
         ), warps=4,
     ).run()  # fmt: skip
     return out
 
 
 def _lay_backward(
-    grad: Tensor, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,
+    grad: Tensor, grad_far: Tensor | None, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
+    chunk_size: int, turned_heads: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     batch, heads, rows, width = grad.shape
     out = grad.new_empty(batch, heads, length, width, dtype=dtype)
     block_t, block_d = _tiles(width)
+    if grad_far is not None:  # two rotations of 16 numbers a thread would spill
+        block_t = max(1, block_t // 2)
     Launch(
         _lay_backward_kernel, (blocks(length, block_t), batch * heads, blocks(width, block_d)),
         dict(
-            p_grad=grad.contiguous(), p_table=table, p_out=out, p_offset=offset, rows=rows, length=length,
-            heads=heads, turned_heads=turned_heads, further=further, chunk_size=chunk_size, width=width,
-            to_ring=to_ring, block_t=block_t, block_d=block_d,
+            p_grad=grad.contiguous(), p_grad_far=None if grad_far is None else grad_far.contiguous(), p_table=table,
+            p_out=out, p_offset=offset, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
+            chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
         ), warps=4,
     ).run()  # fmt: skip
     return out
@@ -250,9 +264,10 @@ def _ring_grad(grad: Tensor, offset: Tensor, shift: Tensor, length: int, to_ring
 @custom_op("lay")
 def lay(
     x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Copy x (B, H, T, d) to ``rows`` rows, and rotate the first ``turned_heads`` heads by place + ``further``.
+    chunk_size: int, turned_heads: int, far: bool, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Copy x (B, H, T, d) to ``rows`` rows, and rotate the first ``turned_heads`` heads by place; with ``far``, once
+    more, rotated by place + c, without the ring.
 
     On the grid, token t of batch row b goes to row offset_b + t. Row r before the first token gets slot
     (r + shift_b) mod 2c of the ring, and rows after the last token are zero. If ``to_ring``, the token goes to row
@@ -262,32 +277,33 @@ def lay(
         ring: (B, H, 2c, d); table: (2c, d) of ``rotary_table``; None: no rotation. offset, shift: (B,) int64.
 
     Returns:
-        (B, H, rows, d) of ``dtype``.
+        (B, H, rows, d) of ``dtype`` each.
     """
-    return _lay(x, ring, table, offset, shift, rows, to_ring, chunk_size, turned_heads, further, dtype)
+    return _lay(x, ring, table, offset, shift, rows, to_ring, chunk_size, turned_heads, far, dtype)
 
 
 @custom_op("lay_backward")
 def lay_backward(
-    grad: Tensor, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, further: int, dtype: torch.dtype,
+    grad: Tensor, grad_far: Tensor | None, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
+    chunk_size: int, turned_heads: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of x in ``lay``, (B, H, length, d) of ``dtype``."""
-    return _lay_backward(grad, table, offset, length, to_ring, chunk_size, turned_heads, further, dtype)
+    return _lay_backward(grad, grad_far, table, offset, length, to_ring, chunk_size, turned_heads, dtype)
 
 
 def _keep(ctx, inputs, output):
-    x, ring, table, offset, shift, _, to_ring, chunk_size, turned_heads, further, _ = inputs
+    x, ring, table, offset, shift, _, to_ring, chunk_size, turned_heads, _, _ = inputs
     ctx.save_for_backward(table, offset, shift)
     ctx.length, ctx.dtype, ctx.ring_dtype = x.shape[2], x.dtype, None if ring is None else ring.dtype
-    ctx.to_ring, ctx.chunk_size, ctx.turned = to_ring, chunk_size, (turned_heads, further)
+    ctx.to_ring, ctx.chunk_size, ctx.turned_heads = to_ring, chunk_size, turned_heads
 
 
-def _pass_back(ctx, grad):
-    table, offset, shift = ctx.saved_tensors
+def _pass_back(ctx, grads):
+    (table, offset, shift), (grad, *far) = ctx.saved_tensors, grads
     grad_x = grad_ring = None
     if ctx.needs_input_grad[0]:
-        grad_x = lay_backward(grad, table, offset, ctx.length, ctx.to_ring, ctx.chunk_size, *ctx.turned, ctx.dtype)
+        given = table, offset, ctx.length, ctx.to_ring, ctx.chunk_size, ctx.turned_heads, ctx.dtype
+        grad_x = lay_backward(grad, *(far or [None]), *given)
     if ctx.needs_input_grad[1]:
         grad_ring = _ring_grad(grad, offset, shift, ctx.length, ctx.to_ring, ctx.chunk_size).to(ctx.ring_dtype)
     return grad_x, grad_ring, *[None] * 9

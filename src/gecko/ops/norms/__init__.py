@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
-from gecko.ops.common import check_affine, compute_dtype
+from gecko.ops.common import check_affine, check_shape, compute_dtype
 
 
 def group_rms_norm(
@@ -93,8 +96,41 @@ def group_layer_norm(
     return (y if scale is None or bias is None else torch.addcmul(bias, y, scale)).to(dtype)
 
 
+def norm_adds(*terms: Tensor) -> bool:
+    """Return whether ``norm_of_sum`` adds these terms in the pass that normalises their sum."""
+    return all(choose_backend(term, cpu=False) == "triton" for term in terms)
+
+
+def norm_of_sum(
+    terms: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return ``group_layer_norm`` or, unless ``centered``, ``group_rms_norm`` of the sum of ``terms``, and the sum.
+
+    Args:
+        terms: (…, D) each, of one shape. The sum has the widest of their dtypes.
+        dtype: dtype of the norm; None: that of the sum.
+
+    Raises:
+        ValueError: the shapes are inconsistent, or ``groups`` does not divide D.
+    """
+    for term in terms[1:]:
+        check_shape("every term", term, tuple(terms[0].shape))
+    check_affine(weight, bias if centered else weight, terms[0].shape[-1])
+    surplus = max(1, len(terms) - 2)  # the kernel adds two branches
+    x, branches = reduce(add, terms[:surplus]), terms[surplus:]
+    if branches and norm_adds(*branches) and _backend(x, weight, None, groups, x.dtype, cpu=False) == "triton":
+        from gecko.ops.norms.triton import group_norm_of_sum
+
+        return group_norm_of_sum(x, branches, weight, bias if centered else None, groups, eps, centered, dtype)
+    x = reduce(add, branches, x)
+    if centered:
+        return group_layer_norm(x, weight, bias, groups, eps, dtype), x
+    return group_rms_norm(x, weight, groups, eps, dtype), x
+
+
 def _backend(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, dtype: torch.dtype, cpu: bool = True
 ) -> Backend:
     fits = x.shape[-1] % groups == 0 and all(t is None or t.shape == x.shape[-1:] for t in (weight, bias))
-    return choose_backend(x, weight, bias, cpu=cpu and fits and dtype == torch.float32)
+    return choose_backend(x, weight, bias, triton=fits, cpu=cpu and fits and dtype == torch.float32)

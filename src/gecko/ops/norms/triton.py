@@ -7,10 +7,17 @@ Memory traffic per number of x in bfloat16: 2 bytes read and 2 written forward, 
 For float32 x and bfloat16 y, as under autocast: 4 and 2, then 6 and 4. ``F.rms_norm`` has the same traffic if input and
 output have one dtype. Under autocast its output is float32, and each linear layer that reads it converts it separately:
 8 + 6 · readers bytes (26 after CEMA with three readers, 20 before the feed-forward), against 6 here.
+
+The residual stream is the sum of x and of outputs of linear layers, branches, which the same kernels add: that is
+4 + 2 · branches bytes read and 6 written forward. Backward also adds the gradients of the sum and of its norm, and
+writes the result for x and for the branches: 10 and 6. Separate additions and conversions take 10 more per branch and
+12 more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -31,8 +38,20 @@ def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool, dtype: torch.dtype
 ) -> Tensor:
     """Compute the RMS norm, or layer norm if ``centered``, over each group of features of x (…, D), as ``dtype``."""
-    y: Tensor = _group_norm(x, weight, bias, groups, eps, centered, dtype)
+    y: Tensor
+    (y,) = _group_norm(x, None, None, weight, bias, groups, eps, centered, dtype, None)
     return y
+
+
+def group_norm_of_sum(
+    x: Tensor, branches: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
+    centered: bool, dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return ``group_norm`` of the sum of x and one or two branches, and the sum in the widest of their dtypes."""
+    first, second = branches if len(branches) == 2 else (branches[0], None)
+    widest = reduce(torch.promote_types, (branch.dtype for branch in branches), x.dtype)
+    y, total = _group_norm(x, first, second, weight, bias, groups, eps, centered, dtype or widest, widest)
+    return y, total
 
 
 def _sizes(features: int, groups: int) -> dict[str, int]:
@@ -43,49 +62,69 @@ def _sizes(features: int, groups: int) -> dict[str, int]:
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool, dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, first: Tensor | None, second: Tensor | None, weight: Tensor | None, bias: Tensor | None, groups: int,
+    eps: float, centered: bool, dtype: torch.dtype, sum_dtype: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the norm of x; with ``sum_dtype`` that of the sum of x and branches, and the sum."""
     rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    outputs = _like(x, dtype, sum_dtype)
     Launch(_normalise, (blocks(rows, sizes["steps"]),), {
-        "p_x": x.contiguous(), "p_weight": weight, "p_bias": bias, "p_y": y, "rows": rows, "eps": eps,
-        "centered": centered, **sizes,
+        **_contiguous(p_x=x, p_first=first, p_second=second, p_weight=weight, p_bias=bias), "p_y": outputs[0],
+        "p_sum": None if sum_dtype is None else outputs[1], "rows": rows, "eps": eps, "centered": centered, **sizes,
     }, warps_of(sizes)).run()  # fmt: skip
-    return y
+    return outputs
+
+
+def _like(x: Tensor, *dtypes: torch.dtype | None) -> list[Tensor]:
+    return [torch.empty_like(x, dtype=t, memory_format=torch.contiguous_format) for t in dtypes if t is not None]
+
+
+def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+    return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
 
 
 def _backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor | None, groups: int, eps: float, centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias."""
+    grad_y: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, groups: int, eps: float,
+    centered: bool, narrow: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of weight and bias (2, D), and that of x, which ``grad_sum`` is added to; with ``narrow``
+    once more in this dtype."""
     rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
     sizes["steps"] = max(1, sizes["steps"] // 2)  # a thread also keeps its sums for scale and shift in registers
     programs = min(PROGRAMS, blocks(rows, sizes["steps"]))
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    grads = _like(x, x.dtype, narrow)
     parts = x.new_empty(2, programs, x.shape[-1], dtype=torch.float32)
     Launch(_gradients, (programs,), {
-        "p_x": x.contiguous(), "p_weight": weight, "p_grad_y": grad_y.contiguous(), "p_grad_x": grad_x,
-        "p_scale_parts": parts[0], "p_shift_parts": parts[1], "rows": rows, "programs": programs, "eps": eps,
-        "centered": centered, **sizes,
+        **_contiguous(p_x=x, p_weight=weight, p_grad_y=grad_y, p_grad_sum=grad_sum), "p_grad_x": grads[0],
+        "p_grad_narrow": None if narrow is None else grads[1], "p_scale_parts": parts[0], "p_shift_parts": parts[1],
+        "rows": rows, "programs": programs, "eps": eps, "centered": centered, **sizes,
     }, min(16, 2 * warps_of(sizes))).run()  # fmt: skip
-    return grad_x, parts[0].sum(0), parts[1].sum(0)
+    return [parts.sum(1), *grads]
 
 
 _group_norm = custom_op("group_norm")(_forward)
 _group_norm_backward = custom_op("group_norm_backward")(_backward)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, *ctx.fixed, _ = inputs
-    ctx.save_for_backward(x, weight, bias)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, *others, groups, eps, centered, _, sum_dtype = inputs
+    ctx.save_for_backward(x if sum_dtype is None else output[1], others[2])
+    ctx.fixed, ctx.dtypes = (groups, eps, centered), [None if t is None else t.dtype for t in (x, *others)]
+    ctx.set_materialize_grads(False)
 
 
-def _propagate(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-    x, weight, bias = ctx.saved_tensors
-    grad_x, scale, shift = _group_norm_backward(grad_y, x, weight, *ctx.fixed)
-    grad_weight = None if weight is None else scale.to(weight.dtype)
-    grad_bias = None if bias is None else shift.to(bias.dtype)
-    return grad_x, grad_weight, grad_bias, None, None, None, None
+def _propagate(ctx: Any, grads: list[Any]) -> tuple[Any, ...]:
+    (x, weight), (grad_y, *grad_sum) = ctx.saved_tensors, grads
+    affine: Any
+    wanted = [t if needed else None for t, needed in zip(ctx.dtypes, ctx.needs_input_grad[:5], strict=True)]
+    narrow = next((t for t in wanted[:3] if t not in (None, x.dtype)), None)
+    if grad_y is None:  # only the sum was used
+        affine, grads_x = (None, None), grad_sum
+    else:
+        affine, *grads_x = _group_norm_backward(grad_y, *(grad_sum or [None]), x, weight, *ctx.fixed, narrow)
+    of_terms = (None if t is None else grads_x[-1 if t == narrow else 0].to(t) for t in wanted[:3])
+    of_affine = (None if t is None or of is None else of.to(t) for t, of in zip(wanted[3:], affine, strict=True))
+    return *of_terms, *of_affine, *[None] * 5
 
 
 _group_norm.register_autograd(_propagate, setup_context=_keep)
@@ -108,9 +147,10 @@ def _add3(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _normalise(p_x, p_weight, p_bias, p_y, rows, eps, centered: tl.constexpr, features: tl.constexpr,
-               groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr, together: tl.constexpr,
-               steps: tl.constexpr):  # fmt: skip
+def _normalise(p_x, p_first, p_second, p_sum, p_weight, p_bias, p_y, rows, eps, centered: tl.constexpr,
+               features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+               together: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+    """Store the norm of x, or of the sum of x and branches, and that sum."""
     i_row = tl.program_id(0).to(tl.int64) * steps + tl.arange(0, steps)
     i_group, i_feature = tl.arange(0, together), tl.arange(0, width)
     i_column = i_group[:, None] * size + i_feature[None]
@@ -118,6 +158,14 @@ def _normalise(p_x, p_weight, p_bias, p_y, rows, eps, centered: tl.constexpr, fe
     m_x = (i_row < rows)[:, None, None] & m_column[None]
     offsets = (i_row * features)[:, None, None] + i_column[None]
     b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
+    if p_first is not None:
+        b_x += tl.load(p_first + offsets, mask=m_x, other=0.0).to(tl.float32)
+    if p_second is not None:
+        b_x += tl.load(p_second + offsets, mask=m_x, other=0.0).to(tl.float32)
+    if p_sum is not None:
+        b_sum = b_x.to(p_sum.dtype.element_ty)
+        tl.store(p_sum + offsets, b_sum, mask=m_x)
+        b_x = b_sum.to(tl.float32)  # backward reads the rounded sum
     if centered:
         b_x = _centered(b_x, m_x, size)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 2) / size + eps)[:, :, None]
@@ -129,10 +177,11 @@ def _normalise(p_x, p_weight, p_bias, p_y, rows, eps, centered: tl.constexpr, fe
 
 
 @triton.jit(do_not_specialize=["rows", "programs"])
-def _gradients(p_x, p_weight, p_grad_y, p_grad_x, p_scale_parts, p_shift_parts, rows, programs, eps,
-               centered: tl.constexpr, features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr,
-               width: tl.constexpr, together: tl.constexpr, steps: tl.constexpr):  # fmt: skip
-    """Store the gradient of x, and in one row of p_…_parts (programs, D) this program's sums for scale and shift."""
+def _gradients(p_x, p_weight, p_grad_y, p_grad_sum, p_grad_x, p_grad_narrow, p_scale_parts, p_shift_parts, rows,
+               programs, eps, centered: tl.constexpr, features: tl.constexpr, groups: tl.constexpr,
+               size: tl.constexpr, width: tl.constexpr, together: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+    """Store the gradient of x, which p_grad_sum is added to, and a copy in a narrow dtype; and in one row of
+    p_…_parts (programs, D) this program's sums for scale and shift."""
     program = tl.program_id(0).to(tl.int64)
     i_group, i_feature = tl.arange(0, together), tl.arange(0, width)
     i_column = i_group[:, None] * size + i_feature[None]
@@ -164,6 +213,11 @@ def _gradients(p_x, p_weight, p_grad_y, p_grad_x, p_scale_parts, p_shift_parts, 
         b_grad_x = b_weighted - b_y * (b_dot * b_rstd / size)[:, :, None]
         if centered:
             b_grad_x -= (b_sum / size)[:, :, None]
-        tl.store(p_grad_x + offsets, (b_grad_x * b_rstd[:, :, None]).to(p_grad_x.dtype.element_ty), mask=m_x)
+        b_grad_x *= b_rstd[:, :, None]
+        if p_grad_sum is not None:
+            b_grad_x += tl.load(p_grad_sum + offsets, mask=m_x, other=0.0).to(tl.float32)
+        tl.store(p_grad_x + offsets, b_grad_x.to(p_grad_x.dtype.element_ty), mask=m_x)
+        if p_grad_narrow is not None:
+            tl.store(p_grad_narrow + offsets, b_grad_x.to(p_grad_narrow.dtype.element_ty), mask=m_x)
     tl.store(p_scale_parts + program * features + i_column, tl.sum(b_scale_part, 0), mask=m_column)
     tl.store(p_shift_parts + program * features + i_column, tl.sum(b_shift_part, 0), mask=m_column)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gecko.ops.backends.cpu import linear, packed_weights_run_on
-from gecko.ops.backends.dispatch import kernels_of
+from gecko.ops.backends.dispatch import gpu_functions_run_on, kernels_of
 from gecko.ops.common import check_shape, from_linear
 
 
@@ -36,7 +36,12 @@ def projections(
     if packed_weights_run_on(x, weights, (*biases, onto)):
         outputs: tuple[Tensor, ...] = kernels_of("projections", "cpu").projections_cpu(x, weights, biases, onto)
         return outputs
-    several = [from_linear(linear(x, weight, bias), x) for weight, bias in zip(weights, biases, strict=True)]
+    if gpu_functions_run_on(x, *weights, *biases):
+        from gecko.ops.projections.gpu import projections_gpu
+
+        several = list(projections_gpu(x, weights, biases))
+    else:
+        several = [from_linear(linear(x, *layer), x) for layer in zip(weights, biases, strict=True)]
     if onto is not None:
         several[-1] = onto + several[-1]
     return tuple(several)

@@ -68,8 +68,8 @@ def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -
     return out
 
 
-def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of z, scale and offset."""
+def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of z, and of scale and offset, (2, rows, D) float32."""
     (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(z, rows, heads)
     programs = min(blocks(PROGRAMS, batch), blocks(length, sizes["steps"]))
@@ -80,7 +80,7 @@ def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: fl
         "p_scale": scale.contiguous(), "p_grad_z": grad_z, "p_scale_parts": parts[0], "p_offset_parts": parts[1],
         "batch": batch, "length": length, "programs": programs, "eps": eps, **sizes,
     }, WARPS, registers=REGISTERS).run()  # fmt: skip
-    return grad_z, parts[0].sum(0).to(scale.dtype), parts[1].sum(0).to(scale.dtype)
+    return grad_z, parts.sum(1)
 
 
 _qk_scale_shift = custom_op("qk_scale_shift")(_forward)
@@ -95,8 +95,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _propagate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     z, scale = ctx.saved_tensors
-    grad_z, grad_scale, grad_offset = _qk_scale_shift_backward(grads, z, scale, *ctx.fixed)
-    return grad_z, grad_scale, grad_offset.to(ctx.offset_dtype), None, None
+    grad_z, (grad_scale, grad_offset) = _qk_scale_shift_backward(grads, z, scale, *ctx.fixed)
+    return grad_z, grad_scale.to(scale.dtype), grad_offset.to(ctx.offset_dtype), None, None
 
 
 _qk_scale_shift.register_autograd(_propagate, setup_context=_keep)

@@ -54,11 +54,13 @@ def timestep_norm(
         raise ValueError(f"groups must divide the features of x; got {groups} and {features}.")
     check_affine(weight, bias, features)
     wanted, dtype = dtype or x.dtype, compute_dtype(x)
-    state = TimestepNormState.empty(batch, groups, dtype, x.device) if state is None else state
-    check_shape("state.mean", state.mean, (batch, groups))
     segments = segments or Segments.build(batch, length, device=x.device)
     check_segments(segments, batch, length)
-    given = x, weight, bias, groups, betas, eps, state, segments
+    if state is None:
+        given = batch, groups, dtype, x.device
+        state = segments.initial(("timestep norm", *given[:-1]), lambda: TimestepNormState.empty(*given))
+    check_shape("state.mean", state.mean, (batch, groups))
+    inputs = x, weight, bias, groups, betas, eps, state, segments
     backend = choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1)
     if segments.ends is not None and backend != "cpu":
         return run_by_length(
@@ -71,9 +73,9 @@ def timestep_norm(
         case "triton":
             from gecko.ops.timestep_norm.triton import timestep_norm_triton
 
-            return timestep_norm_triton(*given, wanted)
+            return timestep_norm_triton(*inputs, wanted)
         case "cpu":
-            y, state = kernels_of("timestep_norm", "cpu").timestep_norm_cpu(*given)
+            y, state = kernels_of("timestep_norm", "cpu").timestep_norm_cpu(*inputs)
             return y.to(wanted), state
     wide = x.to(dtype)
     with full_precision(x):

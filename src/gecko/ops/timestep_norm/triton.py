@@ -140,9 +140,9 @@ def _forward(
 
 
 def _backward(
-    grad_y: Tensor, grad_mean: Tensor, grad_variance: Tensor, x: Tensor, weight: Tensor | None, count: Tensor,
-    mean: Tensor, variance: Tensor, begins: Tensor | None, carry: Tensor, groups: int, betas: list[float] | None,
-    eps: float,
+    grad_y: Tensor, grad_mean: Tensor | None, grad_variance: Tensor | None, x: Tensor, weight: Tensor | None,
+    count: Tensor, mean: Tensor, variance: Tensor, begins: Tensor | None, carry: Tensor, groups: int,
+    betas: list[float] | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, of weight and bias (2, D), and of the mean and variance of the state."""
     batch, length, features = x.shape
@@ -150,13 +150,14 @@ def _backward(
     tiles, across = _tiling(length, sizes)
     in_block = _tiles_in_block(sizes["together"])
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    grad_before = grad_mean.new_empty(grad_mean.shape), grad_variance.new_empty(grad_variance.shape)
+    grad_before = mean.new_empty(mean.shape), variance.new_empty(variance.shape)
     parts = mean.new_empty(2, batch * tiles, features)
     Launch(gradients, (batch * tiles * across,), {
         "p_x": x.contiguous(), "p_grad_y": grad_y.contiguous(), "p_begin": begins, "p_count": count.contiguous(),
         "p_mean": mean.contiguous(), "p_variance": variance.contiguous(), "p_carry": carry,
         "p_words": _words(count, tiles, groups, in_block), "p_weight": weight,
-        "p_grad_mean_after": grad_mean.contiguous(), "p_grad_variance_after": grad_variance.contiguous(),
+        "p_grad_mean_after": None if grad_mean is None else grad_mean.contiguous(),
+        "p_grad_variance_after": None if grad_variance is None else grad_variance.contiguous(),
         "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1], "p_grad_mean": grad_before[0],
         "p_grad_variance": grad_before[1], "length": length, "tiles": tiles, "eps": eps, **sizes, **decay,
         "in_block": in_block,
@@ -171,10 +172,14 @@ _timestep_norm_backward = custom_op("timestep_norm_backward")(_backward)
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, count, mean, variance, begins, *ctx.fixed, _ = inputs
     ctx.save_for_backward(x, weight, bias, count, mean, variance, begins, output[4])
+    ctx.set_materialize_grads(False)
 
 
-def _propagate(ctx: Any, grad_y: Tensor, _: Any, grad_mean: Tensor, grad_variance: Tensor, __: Any) -> tuple[Any, ...]:
+def _propagate(
+    ctx: Any, grad_y: Tensor | None, _: Any, grad_mean: Tensor | None, grad_variance: Tensor | None, __: Any
+) -> tuple[Any, ...]:
     x, weight, bias, count, mean, variance, begins, carry = ctx.saved_tensors
+    grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     grad_x, affine, grad_mean, grad_variance = _timestep_norm_backward(
         grad_y, grad_mean, grad_variance, x, weight, count, mean, variance, begins, carry, *ctx.fixed
     )

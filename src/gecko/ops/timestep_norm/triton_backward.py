@@ -197,8 +197,11 @@ def _gradients_of_statistics(b_grad, b_centered, b_mu, b_m, b_v, by_mean, by_var
     last step included; and (mean of x − running mean) and 1 / √(variance + ε) at each step."""
     i_state = i_row * groups + i_group
     m_state = (i_group < groups) & (first + span * spans >= length)
-    b_grad_mean_after = tl.load(p_grad_mean_after + i_state, mask=m_state, other=0.0)[None]
-    b_grad_variance_after = tl.load(p_grad_variance_after + i_state, mask=m_state, other=0.0)[None]
+    b_grad_mean_after, b_grad_variance_after = 0.0, 0.0
+    if p_grad_mean_after is not None:
+        b_grad_mean_after = tl.load(p_grad_mean_after + i_state, mask=m_state, other=0.0)[None]
+    if p_grad_variance_after is not None:
+        b_grad_variance_after = tl.load(p_grad_variance_after + i_state, mask=m_state, other=0.0)[None]
     b_r, b_q, b_offset, b_rstd = (), (), (), ()
     for i in tl.static_range(span):
         inverse, w, rstd = normal_factors(b_v[i], by_mean[i], by_variance[i], eps, cumulative)

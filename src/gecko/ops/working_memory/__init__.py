@@ -66,11 +66,12 @@ def working_memory(
     check_shape("k", k, (batch, heads, length, key_dim))
     check_shape("v", v, (batch, heads, length, v.shape[-1]))
     dtype = compute_dtype(q)
-    if state is None:
-        state = WorkingMemoryState.empty(rule, batch, heads, key_dim, v.shape[-1], dtype, q.device)
-    _check_state(state, (batch, heads), key_dim, v.shape[-1])
     segments = segments or Segments.build(batch, length, device=q.device)
     check_segments(segments, batch, length)
+    if state is None:
+        given = rule, batch, heads, key_dim, v.shape[-1], dtype, q.device
+        state = segments.initial(("working memory", *given[:-1]), lambda: WorkingMemoryState.empty(*given))
+    _check_state(state, (batch, heads), key_dim, v.shape[-1])
     with full_precision(q):
         if segments.ends is not None and not (rule == "adaptive" and _cpu_kernel_takes((q, k, v), state)):
             return run_by_length(

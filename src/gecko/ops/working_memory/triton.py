@@ -77,6 +77,7 @@ class EnteredTriton:
     entering: _Entering
     resets: Tensor
     state: WorkingMemoryState
+    keeps_state: bool
 
     @classmethod
     def enter(
@@ -87,7 +88,8 @@ class EnteredTriton:
         q, k, v = (grid.lay(x).contiguous() for x in inputs)
         resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
         form = _enter_adaptive if isinstance(rule, Adaptive) else _enter_linear
-        return cls(rule, grid, q, v.dtype, form(rule, grid, k, v, state, resets, _end(grid)), resets, state)
+        entering = form(rule, grid, k, v, state, resets, _end(grid))
+        return cls(rule, grid, q, v.dtype, entering, resets, state, segments.keeps_state)
 
     def affine_map(self) -> Tensor:
         terms = torch.cat([self.state.previous.value_sum.unsqueeze(2), self.entering.chunks.value_sum], dim=2)
@@ -98,6 +100,8 @@ class EnteredTriton:
         rule, grid, state, chunks = self.rule, self.grid, self.state, self.entering.chunks
         memories, last = self._chain(state.previous.value_sum, chunks.value_sum, memory)
         out = recall(self.q, memories, grid.allowed, self.entering.divisor, self.entering.divisor is None)
+        if not self.keeps_state:
+            return grid.unlay(out), state
         end = _end(grid)
         entered = state.previous if end == 0 else _at(chunks, end - 1)
         going_on = _at(chunks, end) if end < grid.chunks else _nothing(rule, state)

@@ -121,7 +121,8 @@ def chain_forward(
     a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See ``chain``."""
-    memories, even, odd = torch.empty_like(b, dtype=dtype), initial.clone(), torch.empty_like(initial)
+    memories, odd = torch.empty_like(b, dtype=dtype), torch.empty_like(initial)
+    even = torch.empty_like(initial) if a.shape[1] else initial.clone()
     memories[:, 0] = initial
     grid, common = _common(a, b)
     tensors = dict(
@@ -137,26 +138,25 @@ def _last(a: Tensor, even: Tensor, odd: Tensor) -> Tensor:
 
 
 def chain_backward_forms(
-    grad_memories: Tensor, grad_last: Tensor, a: Tensor, first: Tensor, b: Tensor, rho: Tensor, memories: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_memories: Tensor | None, grad_last: Tensor | None, a: Tensor, first: Tensor, b: Tensor, rho: Tensor,
+    memories: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of a, first, b, rho and initial."""
+    grad_memories = torch.zeros_like(memories) if grad_memories is None else grad_memories.contiguous()
+    grad_last = torch.zeros_like(first) if grad_last is None else grad_last.contiguous()
     (_, steps), (keys, values) = a.shape[:2], b.shape[2:]
     if steps < b.shape[1]:
         grad_last = grad_last + grad_memories[:, steps]
     totals = memories.new_empty(a.shape[0], steps, keys, values)
-    grad_first, grad_b, even, odd = (
-        torch.zeros_like(first),
-        torch.empty_like(b),
-        grad_last.clone(memory_format=torch.contiguous_format),
-        torch.empty_like(first),
-    )
+    grad_first, grad_b, even, odd = (torch.empty_like(x) for x in (first, b, first, first))
+    if not steps:
+        grad_first, even = torch.zeros_like(first), grad_last.clone()
     grad_b[:, max(steps - 1, 0) :] = 0
     grid, common = _common(a, b)
     grad_rho = rho.new_empty(*rho.shape[:2], grid[0], keys)
     tensors = dict(
-        p_a=a, p_first=first, p_b=b, p_rho=rho, p_grad_memories=grad_memories.contiguous(),
-        p_grad_last=grad_last.contiguous(), p_totals=totals, p_grad_first=grad_first, p_grad_b=grad_b,
-        p_grad_rho=grad_rho, p_even=even, p_odd=odd,
+        p_a=a, p_first=first, p_b=b, p_rho=rho, p_grad_memories=grad_memories, p_grad_last=grad_last, p_totals=totals,
+        p_grad_first=grad_first, p_grad_b=grad_b, p_grad_rho=grad_rho, p_even=even, p_odd=odd,
     )  # fmt: skip
     Launch(_chain_backward_kernel, grid, common | tensors, warps=8, stages=2).run()
     grad_a = float32_product(totals.flatten(0, 1), memories[:, :steps].flatten(0, 1).mT).view_as(a)
@@ -181,14 +181,16 @@ def chain(
 
 @custom_op("memory_chain_backward")
 def chain_backward(
-    grad_memories: Tensor, grad_last: Tensor, a: Tensor, first: Tensor, b: Tensor, rho: Tensor, memories: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_memories: Tensor | None, grad_last: Tensor | None, a: Tensor, first: Tensor, b: Tensor, rho: Tensor,
+    memories: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ``chain`` for a, first, b, rho and initial."""
     return chain_backward_forms(grad_memories, grad_last, a, first, b, rho, memories)
 
 
 def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4], output[0])
+    ctx.set_materialize_grads(False)
 
 
 def _pass_back(ctx, grad_memories, grad_last):

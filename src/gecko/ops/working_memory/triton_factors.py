@@ -165,13 +165,17 @@ def factors_forward(
 
 
 def factors_backward(
-    grad_a: Tensor, grad_rho: Tensor, grad_last: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor,
-    resets: Tensor, rho: Tensor, share: Tensor,
+    grad_a: Tensor | None, grad_rho: Tensor | None, grad_last: Tensor | None, first_keys: Tensor, weights: Tensor,
+    keys: Tensor, resets: Tensor, rho: Tensor, share: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the normaliser, of weight and keys of slot 0, and of weights and keys of the others."""
     rows, reads, width = weights.shape
     steps = rho.shape[1]
-    g, by_first_keys, by_keys = torch.empty_like(rho), torch.zeros_like(first_keys), _zeros_after(steps, keys)
+    grad_a = rho.new_zeros(rows, steps, width, width) if grad_a is None else grad_a
+    grad_rho = torch.zeros_like(rho) if grad_rho is None else grad_rho
+    grad_last = weights.new_zeros(rows, width) if grad_last is None else grad_last.contiguous()
+    allocate = torch.empty_like if steps else torch.zeros_like
+    g, by_first_keys, by_keys = torch.empty_like(rho), allocate(first_keys), _zeros_after(steps, keys)
     if steps:
         tensors: dict[str, Any] = dict(
             p_first=first_keys, p_keys=keys, p_rho=rho, p_resets=resets, p_grad_a=grad_a.contiguous(),
@@ -180,10 +184,8 @@ def factors_backward(
         )  # fmt: skip
         grid, tiles = _matrices(rows * steps, width)
         Launch(_factor_backward_kernel, grid, tensors | tiles, warps=4).run()
-    grad_last = grad_last.contiguous()
-    by_normaliser, by_weight, by_weights = (
-        torch.empty_like(grad_last), torch.zeros_like(grad_last), _zeros_after(steps, weights)
-    )  # fmt: skip
+    by_normaliser, by_weight = torch.empty_like(grad_last), allocate(grad_last)
+    by_weights = _zeros_after(steps, weights)
     tensors = dict(
         p_g=g, p_share=share, p_grad_last=grad_last, p_grad_normaliser=by_normaliser, p_grad_first=by_weight,
         p_grad_weights=by_weights, steps=steps, reads=reads, width=width,
@@ -221,8 +223,8 @@ def factors(
 
 @custom_op("memory_factors_backward")
 def factors_gradient(
-    grad_a: Tensor, grad_rho: Tensor, grad_last: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor,
-    resets: Tensor, rho: Tensor, share: Tensor,
+    grad_a: Tensor | None, grad_rho: Tensor | None, grad_last: Tensor | None, first_keys: Tensor, weights: Tensor,
+    keys: Tensor, resets: Tensor, rho: Tensor, share: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ``factors`` for all inputs except the resets."""
     return factors_backward(grad_a, grad_rho, grad_last, first_keys, weights, keys, resets, rho, share)
@@ -233,6 +235,7 @@ def _keep(ctx, inputs, output):
     _, rho, _, share = output
     ctx.mark_non_differentiable(share)
     ctx.save_for_backward(first_keys, weights, keys, resets, rho, share)
+    ctx.set_materialize_grads(False)
 
 
 def _pass_back(ctx, grad_a, grad_rho, grad_last, _):
