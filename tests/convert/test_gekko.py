@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from support import cases
 from support.equations import LENGTH, Equations
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import gecko
 from gecko.config import PRESETS, GeckoConfig
@@ -208,14 +210,68 @@ def test_damaged_folders_are_refused_and_run_nothing(tmp_path: Path, monkeypatch
         (lambda x: x.state_dict_metadata.pop("embed.weight"), "ranks 0 and 1 differ in embed.weight"),
         (lambda x: x.state_dict_metadata["embed.weight"].chunks.clear(), "NaN"),
         (lambda x: setattr(next(iter(x.storage_data.values())), "relative_path", "../x"), "refers to '../x'"),
+        (lambda x: setattr(next(iter(x.storage_data.values())), "relative_path", ".."), "refers to '..'"),
         (lambda x: setattr(x.state_dict_metadata["embed.weight"], "size", torch.Size([10**15])), "smaller"),
+        (lambda x: setattr(x.state_dict_metadata["embed.weight"], "size", torch.Size([2**32, 2**32])), "smaller"),
+        (lambda x: setattr(x.state_dict_metadata["embed.weight"], "size", torch.Size([-5])), "whole numbers"),
+        (lambda x: setattr(x, "storage_data", OrderedDict(x.storage_data)), None),
     ):
         found = pickle.loads(plain)
         change(found)
         index.write_bytes(pickle.dumps(found))
-        refused(message)
+        if message is None:
+            convert_model(str(source), tmp_path / "ours")
+        else:
+            refused(message)
     index.unlink()
     refused("there is no")
     index.write_bytes(plain)
     (source / "full_model.tp00").rename(source / "full_model.tp02")
     refused("full_model.tp00 and those of all other ranks")
+
+
+def test_an_index_that_changes_classes_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle may set attributes of the classes that it names: a tensor may become bytes to unpickle."""
+    monkeypatch.chdir(tmp_path)
+    part = write(tmp_path / "theirs", {"x": torch.zeros(1)}, 1) / "full_model.tp00"
+    torch.save({"x": Planted()}, part / "data")
+
+    def named(name: str, module: str = "torch.distributed.checkpoint.metadata") -> bytes:
+        return b"c" + f"{module}\n{name}\n".encode()
+
+    def text(x: str) -> bytes:
+        return b"X" + len(x).to_bytes(4, "little") + x.encode()
+
+    def number(n: int) -> bytes:
+        return b"J" + n.to_bytes(4, "little")
+
+    def called(function: bytes, *given: bytes) -> bytes:
+        return function + b"(" + b"".join(given) + b"tR"
+
+    def fields(*pairs: bytes) -> bytes:
+        return b"(" + b"".join(pairs) + b"d"
+
+    kinds = b"(" + named("TensorStorageMetadata") + named("BytesStorageMetadata") + b"t"
+    changed = named("_MEM_FORMAT_ENCODING") + b"(N" + fields(text("__bases__"), kinds) + b"tb"
+    shown = called(named("TensorProperties"), named("float32", "torch"))
+    size = called(named("Size", "torch"), b"(" + number(1) + b"t")
+    entry = (
+        called(named("_MEM_FORMAT_ENCODING"), number(0))
+        + fields(text("size"), size, text("properties"), shown, text("chunks"), b"]")
+        + b"b"
+    )
+    file = named("_StorageInfo", "torch.distributed.checkpoint.filesystem")
+    place = called(file, text("data"), number(0), number((part / "data").stat().st_size))
+    at = called(named("MetadataIndex"), text("x"))
+    index = called(named("Metadata"), fields(text("x"), entry), b"N", fields(at, place))
+    (part / ".metadata").write_bytes(b"\x80\x02" + changed + b"0" + index + b".")
+    before = _MEM_FORMAT_ENCODING.__bases__
+    with pytest.raises(ValueError, match=r"could be code|must hold"):
+        convert_model(str(part.parent), tmp_path / "ours")
+    assert not (tmp_path / "planted").exists() and _MEM_FORMAT_ENCODING.__bases__ == before
+
+
+def test_a_key_norm_that_one_layer_lacks_is_refused(tmp_path: Path) -> None:
+    weights = {name: x for name, x in random_weights().items() if not name.startswith("layers.1.gda.key_norm")}
+    with pytest.raises(ValueError, match=r"layers\.1\.gda\.key_norm|key_norm"):
+        convert_model(str(write(tmp_path / "theirs", weights)), tmp_path / "ours")

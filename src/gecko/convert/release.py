@@ -246,10 +246,10 @@ def _size(config: Mapping[str, Any], name: str, least: int, default: int | None 
 
 
 def _with_taps(config: GeckoConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of a Gekko with the taps of each layer in one. A key norm without a weight gets zeros,
+    """Return the parameters of a Gekko with the taps of each layer in one. Key norms without weights get zeros,
     which change nothing: earlier commits of the authors' code have none."""
     keys, values = (config.num_key_value_heads * x for x in (config.key_head_dim, config.value_head_dim))
-    kept = dict(state)
+    kept, bare = dict(state), not any(name.endswith("gda.key_norm.weight") for name in state)
     for layer in range(config.num_layers):
         taps, prefix = [], f"layers.{layer}.gda"
         for part, channels in (("q", config.key_dim), ("k", keys), ("v", values)):
@@ -260,7 +260,8 @@ def _with_taps(config: GeckoConfig, state: Mapping[str, Tensor]) -> dict[str, Te
                 raise ValueError(f"{name} must be a tensor of shape {shape}; the checkpoint holds {given}.")
             taps.append(found)
         kept[f"{prefix}.taps"] = torch.cat(taps)
-        kept.setdefault(f"{prefix}.key_norm.weight", taps[0].new_zeros(keys))
+        if bare:
+            kept[f"{prefix}.key_norm.weight"] = taps[0].new_zeros(keys)
     return kept
 
 

@@ -6,35 +6,19 @@ A release is a folder with ``config.json`` and either ``consolidated.pth`` or, o
 
 from __future__ import annotations
 
-import pathlib
 import pickle
-import warnings
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from gecko.io.files import read_object
 
 CONFIG, WEIGHTS, PARTS = "config.json", "consolidated.pth", ("full_model.tp", "sharded_model.tp")
 _BY_COLUMN = ("embed.weight", ".wo.weight", ".fc2.weight")
 """Ends of the names of weights of which a tensor-parallel rank holds columns; of the others it holds rows."""
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",), "torch.serialization": ("_get_layout",),
-    "torch": ("Size",), "collections": ("OrderedDict",),
-}  # fmt: skip
-"""What the index of a distributed checkpoint is pickled from, besides dtypes and paths."""
 
 
 def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -51,7 +35,9 @@ def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     """
     source = Path(source).expanduser()
     if parts := _parts(source):
-        return _read_config(source / CONFIG), joined([_read_part(part) for part in parts])
+        from gecko.convert.distributed_files import read_distributed  # it takes a second to import
+
+        return _read_config(source / CONFIG), joined([read_distributed(part) for part in parts])
     weights = source if source.is_file() else _find_weights(source)
     return _read_config(weights.with_name(CONFIG)), _read_weights(weights)
 
@@ -135,66 +121,3 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             shapes = [tuple(x.shape) for x in of_ranks]
             raise ValueError(f"the parts of {name} must fit together; they have shapes {shapes}.") from error
     return whole
-
-
-class _Index(pickle.Unpickler):
-    """Reads the index of a distributed checkpoint, and refuses everything but the names and places of tensors."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or name in _METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module.split(".")[0] == "pathlib" and name.endswith("Path"):  # of another system too
-            return pathlib.PurePath
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                index = _Index(file).load()
-        except Exception as error:  # damaged pickles raise anything
-            raise ValueError(
-                f"{path} must name tensors; it holds something that could be code, or is damaged."
-            ) from error
-        if not isinstance(index, Metadata) or not isinstance(index.storage_data, Mapping):
-            raise ValueError(f"{path} must be the index of a distributed checkpoint; it is something else.")
-        return index
-
-
-def _read_part(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a distributed checkpoint by name."""
-    if not (folder / ".metadata").is_file():
-        raise FileNotFoundError(f"{folder} must hold a distributed checkpoint; there is no {folder / '.metadata'}.")
-    reader = _Reader(folder)
-    index = reader.read_metadata()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
-        try:
-            blank = _blank(folder, index)
-            load_distributed(blank, storage_reader=reader, no_dist=True)
-        except (CheckpointException, LookupError, TypeError, AttributeError, RuntimeError, OSError) as failure:
-            cause = next(iter(getattr(failure, "failures", {}).values()), (failure, None))[0]
-            raise ValueError(f"{folder} must hold the tensors of its index; {cause}") from failure
-    return blank
-
-
-def _blank(folder: Path, index: Metadata) -> dict[str, Tensor]:
-    """Return tensors to read into. What no file fills stays NaN or −1, which is refused later."""
-    sizes = {}
-    for name, entry in index.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{folder} must hold tensors only; {name} is none.")
-        sizes[name] = entry.size, entry.properties.dtype
-    for info in index.storage_data.values():
-        if Path(info.relative_path).name != info.relative_path:
-            raise ValueError(f"{folder} must hold its own files; it refers to {info.relative_path!r}.")
-    wanted = sum(size.numel() * dtype.itemsize for size, dtype in sizes.values())
-    if wanted > sum(path.stat().st_size for path in folder.iterdir()):
-        raise ValueError(f"{folder} must hold the tensors of its index; its files are smaller.")
-    return {
-        name: torch.full(size, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
-        for name, (size, dtype) in sizes.items()
-    }

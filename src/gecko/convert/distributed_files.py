@@ -1,0 +1,182 @@
+"""Read the tensors of one of PyTorch's distributed checkpoints. No code in its files is run.
+
+The index of such a checkpoint is pickled. It is read into stand-ins of its classes, which can do nothing, and PyTorch
+gets an index that is made from their checked values.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",), "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+}  # fmt: skip
+"""What an index is pickled from, besides dtypes, dictionaries and paths."""
+
+
+class _Record:
+    """Stands for a value of a class that is never made: what it was called with, and its state."""
+
+    given: tuple[object, ...]
+    state: object
+
+    def __new__(cls, *given: object) -> _Record:
+        record = object.__new__(cls)
+        record.given, record.state = given, None
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class _Index(pickle.Unpickler):
+    """Reads an index. Classes are made for this reading alone, so a pickle that changes them changes nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(BytesIO(path.read_bytes()))
+        self.made: dict[tuple[str, str], type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module.split(".")[0] == "pathlib" and name.endswith("Path"):  # of another system too
+            module, name = "pathlib", "Path"
+        elif name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return self.made.setdefault((module, name), type(name, (_Record,), {}))
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: object) -> NoReturn:
+        """Refuse what is no tensor: the method of the base class unpickles it."""
+        raise TypeError(f"{read_item.storage_index.fqn} is no tensor.")
+
+
+class _Reader(FileSystemReader):
+    """Reads the files of a folder by an index that was checked."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self.index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index
+
+
+def read_distributed(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a distributed checkpoint by name. What no file fills is NaN or −1.
+
+    Raises:
+        FileNotFoundError: there is no index.
+        ValueError: the index or the files hold something else, or the index names what the files cannot hold.
+    """
+    path = folder / ".metadata"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} must hold a distributed checkpoint; there is no {path}.")
+    try:
+        found = _Index(path).load()
+    except Exception as error:  # damaged pickles raise anything
+        raise ValueError(f"{path} must name tensors; it holds something that could be code, or is damaged.") from error
+    index = _checked(folder, found)
+    blank = {
+        name: torch.full(
+            entry.size, torch.nan if entry.properties.dtype.is_floating_point else -1, dtype=entry.properties.dtype
+        )
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
+        try:
+            load(dict[str, Any](blank), storage_reader=_Reader(folder, index), planner=_Planner(), no_dist=True)
+        except (CheckpointException, LookupError, TypeError, AttributeError, RuntimeError, OSError) as failure:
+            cause = next(iter(getattr(failure, "failures", {}).values()), (failure, None))[0]
+            raise ValueError(f"{folder} must hold the tensors of its index; {cause}") from failure
+    return blank
+
+
+def _checked(folder: Path, found: object) -> Metadata:
+    """Return the index of which ``found`` has the values."""
+    index = _fields(folder, "Metadata", found)
+    tensors = dict(_tensor(folder, name, entry) for name, entry in _items(folder, index.get("state_dict_metadata")))
+    places = dict(_places(folder, index.get("storage_data")))
+    sizes = (math.prod(entry.size) * entry.properties.dtype.itemsize for entry in tensors.values())
+    if sum(sizes) > sum(path.stat().st_size for path in folder.iterdir()):
+        raise ValueError(f"{folder} must hold the tensors of its index; its files are smaller.")
+    return Metadata(dict(tensors), storage_data=places)
+
+
+def _tensor(folder: Path, name: object, entry: object) -> tuple[str, TensorStorageMetadata]:
+    if not isinstance(name, str) or type(entry).__name__ != "TensorStorageMetadata":
+        raise ValueError(f"{folder} must hold tensors only; {name} is none.")
+    fields = _fields(folder, "TensorStorageMetadata", entry)
+    properties, chunks = fields.get("properties"), fields.get("chunks")
+    state = properties.state if isinstance(properties, _Record) else None
+    if type(state) is not tuple or not state or type(state[0]) is not torch.dtype or type(chunks) is not list:
+        raise ValueError(f"{folder} must hold tensors only; {name} has no dtype or no chunks.")
+    parts = (_fields(folder, "ChunkStorageMetadata", chunk) for chunk in chunks)
+    laid = [ChunkStorageMetadata(_size(folder, x.get("offsets")), _size(folder, x.get("sizes"))) for x in parts]
+    return name, TensorStorageMetadata(TensorProperties(state[0]), _size(folder, fields.get("size")), laid)
+
+
+def _places(folder: Path, found: object) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+    """Yield where the parts of tensors are. All must be in files of the folder."""
+    for key, info in _items(folder, found):
+        part, place = _fields(folder, "MetadataIndex", key), _fields(folder, "_StorageInfo", info)
+        path, name, offset, number = place.get("relative_path"), *map(part.get, ("fqn", "offset", "index"))
+        if type(path) is not str or not path or path == ".." or Path(path).name != path:
+            raise ValueError(f"{folder} must hold its own files; it refers to {path!r}.")
+        if not isinstance(name, str) or not isinstance(number, int | None) or place.get("transform_descriptors"):
+            raise ValueError(f"{folder} must hold tensors as they are; {name} in {path} is none, or was transformed.")
+        begin, length = _size(folder, [place.get("offset"), place.get("length")])
+        at = None if offset is None else _size(folder, offset)
+        yield MetadataIndex(name, at, number), _StorageInfo(path, begin, length)
+
+
+def _fields(folder: Path, kind: str, found: object) -> dict[str, object]:
+    """Return the fields of a value of a class."""
+    if not isinstance(found, _Record) or type(found).__name__ != kind or type(found.state) is not dict:
+        raise ValueError(f"{folder} must hold the index of a distributed checkpoint; it has no {kind} in its place.")
+    return found.state
+
+
+def _items(folder: Path, found: object) -> list[tuple[object, object]]:
+    if type(found) is not dict:
+        raise ValueError(f"{folder} must hold the index of a distributed checkpoint; it names no tensors or places.")
+    return list(found.items())
+
+
+def _size(folder: Path, found: object) -> torch.Size:
+    """Return whole numbers that are not negative."""
+    numbers = found.given[0] if isinstance(found, _Record) and len(found.given) == 1 else found
+    if not isinstance(numbers, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+        raise ValueError(f"{folder} must hold sizes as whole numbers; it has {numbers!r}.")
+    return torch.Size(numbers)
