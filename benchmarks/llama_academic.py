@@ -84,7 +84,7 @@ def main() -> None:
                 _add(arguments.out, side, task, scored, arguments, where)
     table = _table(arguments.out, where)
     longest = max(int(row["longest"] or 0) for row in table)
-    command = f"python benchmarks/llama_academic.py {arguments.model} --gguf {arguments.gguf.name} --data academic"
+    command = f"python benchmarks/llama_academic.py {folder.name} --gguf {arguments.gguf.name} --data academic"
     head = [
         "# Short tasks: a converted Llama beside the Llama", "",
         describe(model, folder, [], command).replace(" Text: .", ""), "",

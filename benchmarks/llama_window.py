@@ -212,7 +212,8 @@ def main() -> None:
         million(arguments.rows, name, model, tokens, arguments.million, arguments.decode)
     else:
         windows(arguments, arguments.rows, name, model, tokenizer)
-    command = f"python benchmarks/llama_window.py {arguments.model} --threads {arguments.threads}"
+    options = " ".join(f"--{name} {vars(arguments)[name]}" for name in ("tokens", "documents", "threads"))
+    command = f"python benchmarks/llama_window.py {folder.name} --novels FILES --chats FILE {options}"
     heading = describe(model, folder, arguments.novels, command)
     publish("llama_window.md", page([row for row in read_lines(arguments.rows) if row["model"] == name], heading),
             arguments.write)  # fmt: skip
