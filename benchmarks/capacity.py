@@ -80,12 +80,12 @@ class DeltaNet(GatedAttention):
         self.to_strength = nn.Linear(config.model_dim, config.num_heads)
         self.to_decay = nn.Linear(config.model_dim, config.num_heads) if self.decays else None
 
-    def gates_and_residual(self, mx: Tensor, x: Tensor) -> tuple[Any, Tensor]:
-        gates, y = super().gates_and_residual(mx, x)
+    def gates_and_residual(self, mx: Tensor, x: Tensor, *first: Any) -> Any:
+        shared, gates, terms = super().gates_and_residual(mx, x, *first)
         strength = self.to_strength(mx).sigmoid().mT
         # A new model keeps 0.9975 of the matrix a token.
         decay = torch.zeros_like(strength) if self.to_decay is None else F.logsigmoid(self.to_decay(mx).mT + 6)
-        return (gates, strength, decay), y
+        return shared, (gates, strength, decay), terms
 
     def mix(self, projections: tuple[Tensor, ...], v: Tensor, gates: Any, before: Any, segments: Any) -> Any:
         gates, *rates = gates

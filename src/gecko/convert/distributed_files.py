@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import pickle
+import pickletools
 import warnings
+import zipfile
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,6 +40,8 @@ _CLASSES = {
     "torch": ("Size",),
 }  # fmt: skip
 """What an index is pickled from, besides dtypes, dictionaries and paths."""
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32")}
+_DIMENSIONS = 8
 
 
 class _Record:
@@ -59,14 +63,18 @@ class _Index(pickle.Unpickler):
     """Reads an index. Classes are made for this reading alone, so a pickle that changes them changes nothing else."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(BytesIO(path.read_bytes()))
+        content = path.read_bytes()
+        for operation, given, _ in pickletools.genops(content):  # a place in the memo is allocated before it is filled
+            if "PUT" in operation.name and int(given or 0) > len(content):
+                raise pickle.UnpicklingError(f"{operation.name} {given}")
+        super().__init__(BytesIO(content))
         self.made: dict[tuple[str, str], type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
-            return value
+        if module == "torch" and (dtype := _DTYPES.get(name)):
+            return dtype
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            return type("OrderedDict", (dict,), {"__init__": lambda self: None})
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):  # of another system too
             module, name = "pathlib", "Path"
         elif name not in _CLASSES.get(module, ()):
@@ -87,6 +95,16 @@ class _Reader(FileSystemReader):
         super().__init__(folder)
         self.index = index
 
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        """Return a tensor as torch.save writes it, not compressed: it may not become larger than it is."""
+        content = BytesIO(super()._slice_file(file, sinfo).read())
+        with zipfile.ZipFile(content) as parts:
+            held = parts.infolist()
+            if any(part.compress_type for part in held) or sum(part.file_size for part in held) > sinfo.length:
+                raise TypeError(f"{sinfo.relative_path} is compressed.")
+        content.seek(0)
+        return content
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.index
 
@@ -105,43 +123,49 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
         found = _Index(path).load()
     except Exception as error:  # damaged pickles raise anything
         raise ValueError(f"{path} must name tensors; it holds something that could be code, or is damaged.") from error
-    index = _checked(folder, found)
-    blank = {
-        name: torch.full(
-            entry.size, torch.nan if entry.properties.dtype.is_floating_point else -1, dtype=entry.properties.dtype
-        )
-        for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    tensors, places = _checked(folder, found)
+    blank = {}
+    for name, entry in tensors.items():
+        dtype = entry.properties.dtype
+        nothing = torch.nan if dtype.is_floating_point else -1
+        blank[name] = torch.full(entry.size, nothing, dtype=dtype, device="cpu")
+    reader = _Reader(folder, Metadata(dict(tensors), storage_data=places))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
         try:
-            load(dict[str, Any](blank), storage_reader=_Reader(folder, index), planner=_Planner(), no_dist=True)
+            load(dict[str, Any](blank), storage_reader=reader, planner=_Planner(), no_dist=True)
         except (CheckpointException, LookupError, TypeError, AttributeError, RuntimeError, OSError) as failure:
             cause = next(iter(getattr(failure, "failures", {}).values()), (failure, None))[0]
             raise ValueError(f"{folder} must hold the tensors of its index; {cause}") from failure
     return blank
 
 
-def _checked(folder: Path, found: object) -> Metadata:
-    """Return the index of which ``found`` has the values."""
+def _checked(folder: Path, found: object) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StorageInfo]]:
+    """Return the tensors of an index, and where their parts are."""
     index = _fields(folder, "Metadata", found)
     tensors = dict(_tensor(folder, name, entry) for name, entry in _items(folder, index.get("state_dict_metadata")))
     places = dict(_places(folder, index.get("storage_data")))
     sizes = (math.prod(entry.size) * entry.properties.dtype.itemsize for entry in tensors.values())
-    if sum(sizes) > sum(path.stat().st_size for path in folder.iterdir()):
+    files = {folder / place.relative_path for place in places.values()}
+    if other := [path.name for path in files if path.is_symlink() or (path.exists() and not path.is_file())]:
+        raise ValueError(f"{folder} must hold its own files; {other[0]} is a link or no file.")
+    if sum(sizes) > sum(path.stat().st_size for path in files if path.is_file()):
         raise ValueError(f"{folder} must hold the tensors of its index; its files are smaller.")
-    return Metadata(dict(tensors), storage_data=places)
+    return tensors, places
 
 
 def _tensor(folder: Path, name: object, entry: object) -> tuple[str, TensorStorageMetadata]:
     if not isinstance(name, str) or type(entry).__name__ != "TensorStorageMetadata":
-        raise ValueError(f"{folder} must hold tensors only; {name} is none.")
+        raise ValueError(
+            f"{folder} must hold tensors only; {str(name)[:100] if isinstance(name, str) else ''} is none."
+        )
     fields = _fields(folder, "TensorStorageMetadata", entry)
     properties, chunks = fields.get("properties"), fields.get("chunks")
     state = properties.state if isinstance(properties, _Record) else None
-    if type(state) is not tuple or not state or type(state[0]) is not torch.dtype or type(chunks) is not list:
+    if type(state) is not tuple or not state or state[0] not in _DTYPES.values() or type(chunks) is not list:
         raise ValueError(f"{folder} must hold tensors only; {name} has no dtype or no chunks.")
+    if len(chunks) != len(set(map(id, chunks))):
+        raise ValueError(f"{folder} must hold each part of {name} once; its index repeats one.")
     parts = (_fields(folder, "ChunkStorageMetadata", chunk) for chunk in chunks)
     laid = [ChunkStorageMetadata(_size(folder, x.get("offsets")), _size(folder, x.get("sizes"))) for x in parts]
     return name, TensorStorageMetadata(TensorProperties(state[0]), _size(folder, fields.get("size")), laid)
@@ -153,7 +177,8 @@ def _places(folder: Path, found: object) -> Iterator[tuple[MetadataIndex, _Stora
         part, place = _fields(folder, "MetadataIndex", key), _fields(folder, "_StorageInfo", info)
         path, name, offset, number = place.get("relative_path"), *map(part.get, ("fqn", "offset", "index"))
         if type(path) is not str or not path or path == ".." or Path(path).name != path:
-            raise ValueError(f"{folder} must hold its own files; it refers to {path!r}.")
+            told = path[:100] if isinstance(path, str) else type(path).__name__
+            raise ValueError(f"{folder} must hold its own files; it refers to {told!r}.")
         if not isinstance(name, str) or not isinstance(number, int | None) or place.get("transform_descriptors"):
             raise ValueError(f"{folder} must hold tensors as they are; {name} in {path} is none, or was transformed.")
         begin, length = _size(folder, [place.get("offset"), place.get("length")])
@@ -169,14 +194,21 @@ def _fields(folder: Path, kind: str, found: object) -> dict[str, object]:
 
 
 def _items(folder: Path, found: object) -> list[tuple[object, object]]:
-    if type(found) is not dict:
+    if not isinstance(found, dict):
         raise ValueError(f"{folder} must hold the index of a distributed checkpoint; it names no tensors or places.")
-    return list(found.items())
+    return list(dict.items(found))
 
 
 def _size(folder: Path, found: object) -> torch.Size:
     """Return whole numbers that are not negative."""
     numbers = found.given[0] if isinstance(found, _Record) and len(found.given) == 1 else found
-    if not isinstance(numbers, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise ValueError(f"{folder} must hold sizes as whole numbers; it has {numbers!r}.")
+    if (
+        not isinstance(numbers, tuple | list)
+        or len(numbers) > _DIMENSIONS
+        or not all(type(n) is int and n >= 0 for n in numbers)
+        or math.prod(max(n, 1) for n in numbers) >= 2**62
+    ):
+        raise ValueError(
+            f"{folder} must hold sizes as up to {_DIMENSIONS} whole numbers; it holds something else or too much."
+        )
     return torch.Size(numbers)

@@ -56,7 +56,7 @@ def block_counts(weights: Sequence[float]) -> list[int]:
     counts = _apportioned(weights, BLOCK)
     if min(counts) == 0:
         raise ValueError(
-            f"a source must have at least 1/{2 * BLOCK} of all weights, or it would never be read; got {list(weights)}."
+            f"a source must have at least 1/{BLOCK} of all weights, or it may never be read; got {list(weights)}."
         )
     return counts
 
@@ -73,12 +73,14 @@ def lane_counts(weights: Sequence[float], lanes: int) -> list[int]:
 
 
 def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide ``total`` in proportion to the weights; the largest remainders are rounded up."""
+    """Divide ``total`` in proportion to the weights; shares of a half to 1, then the largest remainders, round up."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ValueError(f"the weight of a source must be a number above 0; got {list(weights)}.")
     shares = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source])
+    by_remainder = sorted(
+        range(len(shares)), key=lambda source: (not 0.5 <= shares[source] < 1, counts[source] - shares[source])
+    )
     for source in by_remainder[: total - sum(counts)]:
         counts[source] += 1
     return counts

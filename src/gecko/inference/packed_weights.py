@@ -263,6 +263,7 @@ def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
     }
 
 
+@torch.no_grad()
 def _cema_tables(cema: CEMA) -> Tensor:
     """Return (4, D, 2N rounded up to 16), for h ← table 0 · h + table 1 · (h, parts swapped) + table 2 · x.
 
@@ -277,7 +278,7 @@ def _cema_tables(cema: CEMA) -> Tensor:
         torch.cat([real, real], -1), torch.cat([-imaginary, imaginary], -1), torch.cat([p, torch.zeros_like(p)], -1),
         coefficients.readout.float().unflatten(-1, (-1, 2)),
     ]).flatten(2)  # fmt: skip
-    return _padded(tables.detach(), 16)
+    return _padded(tables, 16)
 
 
 def _turns(pattern: Pattern, config: GeckoConfig) -> Record:

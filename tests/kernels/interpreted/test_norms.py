@@ -97,6 +97,26 @@ def test_either_output_of_a_sum_may_have_no_gradient():
         torch.testing.assert_close(got, *torch.autograd.grad(wanted.square().sum(), branch, retain_graph=True))
 
 
+class Stop(torch.autograd.Function):
+    """The identity, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_what_follows_a_norm_may_stop_gradients():
+    x, weight = normal(2, 3, 8), torch.ones(8)
+    for out in (group_rms_norm(x, None, 1, 1e-5, torch.float32), _sum_of((x, 2 * x, 3 * x), weight)[0]):
+        (Stop.apply(out).sum() + x.sum()).backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
+        x.grad = None
+
+
 def _sum_of(terms, weight, groups=1):
     return torch.cat(norm_of_sum(terms, weight, None, groups, EPS, False))
 

@@ -120,13 +120,15 @@ def test_dtypes_that_differ_are_treated_as_by_linear_layers(precision, dtypes):
     )
 
 
-def test_an_output_may_be_written_to():
-    weights, biases = _layers(torch.float32, (False, False))
-    x = normal(3, 12)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(12,), (3, 12), (2, 3, 12)])
+def test_an_output_may_be_written_to(shape, biased):
+    weights, biases = _layers(torch.float32, (biased, biased))
+    x = normal(*shape)
     before = x.detach().clone()
     outputs = projections(x, weights, biases)
     outputs[0].mul_(2).sum().backward()
-    torch.testing.assert_close(x.grad, 2 * weights[0].detach().sum(0).expand(3, -1))
+    torch.testing.assert_close(x.grad, (2 * weights[0].detach().sum(0)).expand(shape))
     assert x.equal(before)
 
 

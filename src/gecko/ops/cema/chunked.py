@@ -47,7 +47,8 @@ class CEMACoefficients:
             alpha, delta: (D, N); theta: (D,); gamma: (D, N, 2). Any float dtype; filters with a long memory (q close
                 to 1) need parameters in float32.
         """
-        fits = alpha.shape == delta.shape and theta.shape == alpha.shape[:1]
+        # In training these are twenty launches of a layer. Weights are packed for decoding once, on any device.
+        fits = torch.is_grad_enabled() and alpha.shape == delta.shape and theta.shape == alpha.shape[:1]
         if fits and all(choose_backend(x, cpu=False) == "triton" for x in (alpha, delta, theta)):
             from gecko.ops.cema.triton_coefficients import coefficients_triton
 

@@ -116,6 +116,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _propagate(ctx: Any, grads: list[Any]) -> tuple[Any, ...]:
     (x, weight), (grad_y, *grad_sum) = ctx.saved_tensors, grads
     affine: Any
+    if all(grad is None for grad in grads):  # what follows stops gradients
+        return (None,) * 10
     wanted = [t if needed else None for t, needed in zip(ctx.dtypes, ctx.needs_input_grad[:5], strict=True)]
     narrow = next((t for t in wanted[:3] if t not in (None, x.dtype)), None)
     if grad_y is None:  # only the sum was used

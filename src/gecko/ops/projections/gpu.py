@@ -39,7 +39,10 @@ class ProjectionsGPU(torch.autograd.Function):
             kept = cast[:count] if needs_x else [None] * count
             ctx.save_for_backward(x if any(needed[:count]) else None, *kept)
             ctx.set_materialize_grads(False)
-            return tuple(F.linear(x, *layer) for layer in zip(cast[:count], cast[count:], strict=True))
+            steps, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
+            outputs = (F.linear(steps, *layer) for layer in zip(cast[:count], cast[count:], strict=True))
+            # A view could not be written to, as it would be made inside of the function.
+            return tuple(torch.ops.aten._unsafe_view(y, (*shape, y.shape[-1])) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
