@@ -212,7 +212,7 @@ def test_damaged_folders_are_refused_and_run_nothing(tmp_path: Path, monkeypatch
         (lambda x: setattr(next(iter(x.storage_data.values())), "relative_path", "../x"), "refers to '../x'"),
         (lambda x: setattr(next(iter(x.storage_data.values())), "relative_path", ".."), "refers to '..'"),
         (lambda x: setattr(x.state_dict_metadata["embed.weight"], "size", torch.Size([10**15])), "smaller"),
-        (lambda x: setattr(x.state_dict_metadata["embed.weight"], "size", torch.Size([2**32, 2**32])), "smaller"),
+        (lambda x: setattr(x.state_dict_metadata["embed.weight"], "size", torch.Size([2**32, 2**32])), "too much"),
         (lambda x: setattr(x.state_dict_metadata["embed.weight"], "size", torch.Size([-5])), "whole numbers"),
         (lambda x: setattr(x, "storage_data", OrderedDict(x.storage_data)), None),
     ):
