@@ -88,7 +88,7 @@ class _Planner(DefaultLoadPlanner):
         raise TypeError(f"{read_item.storage_index.fqn} is no tensor.")
 
 
-class _Reader(FileSystemReader):
+class _CheckedFolder(FileSystemReader):
     """Reads the files of a folder by an index that was checked."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
@@ -129,7 +129,7 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
         dtype = entry.properties.dtype
         nothing = torch.nan if dtype.is_floating_point else -1
         blank[name] = torch.full(entry.size, nothing, dtype=dtype, device="cpu")
-    reader = _Reader(folder, Metadata(dict(tensors), storage_data=places))
+    reader = _CheckedFolder(folder, Metadata(dict(tensors), storage_data=places))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
         try:

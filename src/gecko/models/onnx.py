@@ -54,7 +54,7 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
     if size > MOST_BYTES:
         raise ValueError(f"the weights of an ONNX graph must take at most {MOST_BYTES:,} bytes; they take {size:,}.")
     state, start = initial_state(model), torch.zeros(1, dtype=torch.int64, device="cpu")
-    step = _Step(model).eval()
+    step = _DecodingStep(model).eval()
     with torch.no_grad(), _float32_window(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(step, (start, start.clone(), list(state.values())))
@@ -93,7 +93,7 @@ def save_onnx(model: Gecko, folder: str | Path) -> None:
         save_file(initial_state(model), temporary)
 
 
-class _Step(nn.Module):
+class _DecodingStep(nn.Module):
     """One step as a function of tensors."""
 
     def __init__(self, model: Gecko) -> None:
