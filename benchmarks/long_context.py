@@ -81,7 +81,7 @@ COLUMNS = (
     "texts", *WHERE,
 )  # fmt: skip
 LEVEL = 0.05 / (len(NAMES) - 1)
-"""Of an interval: six forms are compared with one."""
+"""Error level of an interval, by Bonferroni: six forms are compared with one."""
 Measure = Callable[[Mapping[str, str]], float]
 
 

@@ -1,4 +1,4 @@
-"""What the quarter hour measures, item by item, at the sizes of a card or small ones."""
+"""The items that ``quarter_hour.py`` measures, with sizes for a GPU and small sizes for ``--here``."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Meter:
         self._add(f"torch.{func._opname}", given, lambda: func(*args, **kwargs), [x.data for x in changed])
 
     def _add(self, name: str, given: Iterable[Any], call: Callable[[], Any], changed: list[Tensor]) -> None:
-        """Add a call that may change some tensors; time it if it is new."""
+        """Record a call; time the first of its kind. The tensors ``changed`` are restored after each repetition."""
         key = (name, *map(_kind, given))
         if key not in self._known:
             self._known[key] = self._median(call, changed)

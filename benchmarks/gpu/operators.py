@@ -27,7 +27,7 @@ from gecko.ops.working_memory import working_memory
 from gecko.segments import Segments
 
 Pair = tuple[float, float]
-"""Of forward, and of forward with backward; or of outputs, and of gradients."""
+"""Two numbers: one for the forward pass (or the outputs), one with the backward pass (or for the gradients)."""
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Results = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Outputs and gradients."""

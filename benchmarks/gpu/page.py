@@ -17,20 +17,20 @@ from gpu.variants import AHEAD, won
 from gecko.io.files import read_object
 
 PREDICTIONS = Path(__file__).parents[1] / "results" / "gpu_budget.json"
-"""What ``gpu_budget.py`` predicts for each kernel of the steps."""
+"""Predictions of ``gpu_budget.py`` for each kernel of the steps."""
 
 
 class Column(NamedTuple):
-    """A column: its head, that of numbers with a colon at the end, and where its cells come from."""
+    """A column of a table. A head that ends with a colon is that of numbers; ``key`` names the value in a row."""
 
     head: str
     key: str
     form: str = ""
     unit: float | str = 1.0
-    """What a number is divided by; the name of a rate of the card: its share of that rate."""
+    """The divisor of the number, or the name of a rate of the GPU, of which the cell shows the share."""
 
     def cell(self, row: Row, rates: Row) -> str:
-        """Return a number or a text; numbers of forward, and of forward with backward; "" if one is not known."""
+        """Return the cell: a text, a number, or the numbers of forward and with backward. Unknown numbers give ""."""
         unit = rates.get(self.unit, math.nan) if isinstance(self.unit, str) else self.unit
         found = row.get(self.key)
         if found is None or isinstance(found, str):
@@ -175,7 +175,7 @@ def _tests(rows: list[Row]) -> Iterator[Row]:
 # ---- Targets
 
 SHAPE, MODEL = "gecko-7b", "gecko-1b"
-"""Of the targets of operators, on a row of 32,768 tokens, and of training."""
+"""The preset whose operators have targets (one row of 32,768 tokens), and the preset whose training has them."""
 SHARES = (
     (AVERAGE, "forward", 0.20), (AVERAGE, "with backward", 0.20), (TIMESTEP, "forward", 0.70),
     (TIMESTEP, "with backward", 0.60),

@@ -48,7 +48,7 @@ class Variant:
     name: str
     kernels: Sequence[str] = ()
     edits: Edits = dataclasses.field(default_factory=dict)
-    """Of the modules of these kernels, and of what they import."""
+    """Edits of the source of these kernels' modules and of the modules that they import."""
     change: Change = lambda launch: launch
     constants: tuple[tuple[Any, str, Any], ...] = ()
     """Objects, names and values of constants to replace."""

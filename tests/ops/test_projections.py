@@ -56,6 +56,12 @@ def test_a_forward_put_in_its_place_is_called(layers):
     torch.testing.assert_close(project(x, *layers)[0], 7 * x)
 
 
+def test_the_call_that_module_compile_sets_is_called(layers):
+    x = torch.randn(2, 1000, 16)
+    layers[0]._compiled_call_impl = lambda x: 7 * x
+    torch.testing.assert_close(project(x, *layers)[0], 7 * x)
+
+
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_are_called(layers, kind):
     seen = []

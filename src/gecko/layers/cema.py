@@ -53,11 +53,10 @@ class CEMA(nn.Module):
 
     def forward(self, x: Tensor, before: Pending[Tensor | None], segments: Segments) -> tuple[Tensor, Tensor]:
         """Return y of the shape of x, (B, T, D), and the state after the last token, (B, D, N, 2)."""
-
-        def ones() -> Tensor:
-            return torch.ones(x.shape[-1], dtype=compute_dtype(x), device=x.device)
-
-        skip = segments.shared(("ones", x.shape[-1]), ones) if self.omega is None else self.omega
+        size, dtype = x.shape[-1], compute_dtype(x)
+        skip: Tensor | None = self.omega
+        if skip is None:
+            skip = segments.shared(("ones", size, dtype, x.device), lambda: x.new_ones(size, dtype=dtype))
         return cema(x, self.coefficients(), before.wait(), segments=segments, skip=skip)
 
     def coefficients(self) -> CEMACoefficients:

@@ -50,10 +50,11 @@ Terms = tuple[Tensor, ...]
 
 
 def is_bare(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Return whether the layer is of exactly one of ``kinds``, by default a plain ``nn.Linear``, and has no hooks."""
+    """Return whether the layer is of one of ``kinds``, by default ``nn.Linear``, with no other forward and no hooks."""
     if type(layer) not in (kinds or (nn.Linear,)):
         return False
-    if "forward" in vars(layer):  # accelerate replaces it to load offloaded weights
+    # accelerate replaces forward to load offloaded weights, and ``Module.compile`` the call.
+    if "forward" in vars(layer) or layer._compiled_call_impl is not None:
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return not any(hooks) and not global_module_hooks()

@@ -118,7 +118,7 @@ class Gecko(nn.Module):
     ) -> Tensor:
         """Return the mean cross-entropy in nats, with ``z_loss``, a scalar.
 
-        The logits of all tokens are never in memory at once.
+        The logits of all tokens are never in memory at once. No state is kept: hooks of blocks and mixers see None.
 
         Targets (B, T) of −100 and targets of the last token of a document are ignored. So a document is never trained
         on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the

@@ -72,7 +72,7 @@ def chunk_attention(
     if state is None:
         given = batch, k.shape[1], pattern.chunk_size, key_dim, v.shape[-1], v.dtype, v.device
         state = segments.initial(
-            ("attention", *given[:-1], pattern.sinks), lambda: AttentionState.empty(*given, sinks=pattern.sinks)
+            ("attention", *given, pattern.sinks), lambda: AttentionState.empty(*given, sinks=pattern.sinks)
         )
     _check_state(pattern, state, k, v)
     rounded = products_are_rounded()

@@ -98,7 +98,8 @@ def group_layer_norm(
 
 def norm_adds(*terms: Tensor) -> bool:
     """Return whether ``norm_of_sum`` adds these terms in the pass that normalises their sum."""
-    return all(choose_backend(term, cpu=False) == "triton" for term in terms)
+    same = all(term.device == terms[0].device for term in terms)
+    return same and all(choose_backend(term, cpu=False) == "triton" for term in terms)
 
 
 def norm_of_sum(
@@ -119,7 +120,7 @@ def norm_of_sum(
     check_affine(weight, bias if centered else weight, terms[0].shape[-1])
     surplus = max(1, len(terms) - 2)  # the kernel adds two branches
     x, branches = reduce(add, terms[:surplus]), terms[surplus:]
-    if branches and norm_adds(*branches) and _backend(x, weight, None, groups, x.dtype, cpu=False) == "triton":
+    if branches and norm_adds(x, *branches) and _backend(x, weight, None, groups, x.dtype, cpu=False) == "triton":
         from gecko.ops.norms.triton import group_norm_of_sum
 
         return group_norm_of_sum(x, branches, weight, bias if centered else None, groups, eps, centered, dtype)

@@ -58,7 +58,7 @@ def timestep_norm(
     check_segments(segments, batch, length)
     if state is None:
         given = batch, groups, dtype, x.device
-        state = segments.initial(("timestep norm", *given[:-1]), lambda: TimestepNormState.empty(*given))
+        state = segments.initial(("timestep norm", *given), lambda: TimestepNormState.empty(*given))
     check_shape("state.mean", state.mean, (batch, groups))
     inputs = x, weight, bias, groups, betas, eps, state, segments
     backend = choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1)

@@ -70,7 +70,7 @@ def working_memory(
     check_segments(segments, batch, length)
     if state is None:
         given = rule, batch, heads, key_dim, v.shape[-1], dtype, q.device
-        state = segments.initial(("working memory", *given[:-1]), lambda: WorkingMemoryState.empty(*given))
+        state = segments.initial(("working memory", *given), lambda: WorkingMemoryState.empty(*given))
     _check_state(state, (batch, heads), key_dim, v.shape[-1])
     with full_precision(q):
         if segments.ends is not None and not (rule == "adaptive" and _cpu_kernel_takes((q, k, v), state)):
