@@ -19,11 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from gecko.config import GeckoConfig
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.parallel.mesh import MeshSizes
 from gecko.parallel.sharding import shard_model
-from gecko.plan.memory import step_memory
 from gecko.runtime.tensors import to_device
-from gecko.train import Run
 from gecko.train.model import compile_block
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
@@ -98,20 +95,19 @@ class Steps:
 
 
 def train(name: str, config: ModelConfig, rows: int, length: int, bench: Bench, form: str = "") -> Row:
-    """Measure with the least recomputation that fits. Modes whose planned memory is too large are not tried.
+    """Measure with the least recomputation that fits.
 
     Raises:
         MemoryError: no mode fits.
     """
     for checkpointing in CHECKPOINTING:
         bench.settle()
-        if planned(config, rows, length, checkpointing) <= bench.memory:
-            try:
-                seconds = bench.seconds(Steps.of(config, rows, length, bench, checkpointing)).seconds
-                return _row(name, config, rows, length, bench, seconds, checkpointing, form)
-            except Exception as error:
-                if why(error) != NO_ROOM:
-                    raise
+        try:
+            seconds = bench.seconds(Steps.of(config, rows, length, bench, checkpointing)).seconds
+            return _row(name, config, rows, length, bench, seconds, checkpointing, form)
+        except Exception as error:
+            if why(error) != NO_ROOM:
+                raise
     raise MemoryError(NO_ROOM)
 
 
@@ -124,15 +120,6 @@ def _row(
         "recomputed": recomputed, "speed": speed, "flops": speed * flops_per_token(config, length),
         "memory": bench.peak(),
     }  # fmt: skip
-
-
-def planned(config: ModelConfig, rows: int, length: int, checkpointing: ActivationCheckpointing) -> int:
-    """Return the bytes on one card that ``gecko plan`` measures."""
-    run = Run(
-        config, "runs/planned", batch_size=rows, sequence_length=length, steps=1, precision="bfloat16",
-        activation_checkpointing=checkpointing,
-    )  # fmt: skip
-    return sum(step_memory(run, MeshSizes())[0].values())
 
 
 def train_captured(name: str, config: ModelConfig, rows: int, length: int, bench: Bench, number: int) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block,
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.records import build, check
 from gecko.runtime.process import require, without_log_warnings
-from gecko.runtime.tensors import meta_device
+from gecko.runtime.tensors import meta_device, to_device
 from gecko.segments import Segments
 
 MODEL_TYPE = "llama"
@@ -226,7 +226,9 @@ class Llama(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         x = self.model.embed_tokens(tokens.long())
-        rotation = LlamaRotaryEmbedding(self.model.config).to(x.device)(x, positions.to(x.device))
+        embedding = LlamaRotaryEmbedding(self.model.config)
+        embedding.inv_freq = to_device(embedding.inv_freq, x.device)
+        rotation = embedding(x, to_device(positions, x.device))
         for block in self.blocks:
             # By position: the name of the cache differs between versions of transformers. The others are mask and ids.
             inputs = (x, None, None, cache)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+from gecko.runtime.tensors import to_device
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -200,7 +201,7 @@ def _turn(
 
 def rotary_table(chunk_size: int, frequencies: Tensor, device: torch.device) -> Tensor:
     """Return pairs (cos, sin) of the angles of positions 0 … 2c − 1, (2c, d) float32, computed in float64."""
-    angles = torch.arange(2 * chunk_size, dtype=torch.float64, device=device)[:, None] * frequencies.to(device)
+    angles = torch.arange(2 * chunk_size, dtype=torch.float64, device=device)[:, None] * to_device(frequencies, device)
     return torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1).float()
 
 
