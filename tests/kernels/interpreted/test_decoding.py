@@ -21,7 +21,7 @@ from gecko.inference.decoder import Decoder
 from gecko.inference.packed_weights import _ONLY_IN_PYTORCH, PackedWeights, decoder_of
 from gecko.inference.request import Request, Token
 from gecko.ops.backends.dispatch import Launch
-from gecko.ops.decoding.triton_ends import draw_kernel, turn_kernel
+from gecko.ops.decoding.triton_ends import choose_kernel, draw_kernel, turn_kernel
 from gecko.state import GeckoState
 
 CHUNK = 4
@@ -230,15 +230,16 @@ def test_documents_in_the_prompt_are_kept_apart(variant: str) -> None:
         torch.testing.assert_close(found.double(), expected[:, length:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 2], ids="{} rows".format)
 @pytest.mark.parametrize("variant", ["gecko", "qwen2"])
-def test_sixteen_bit_weights_are_near(variant: str) -> None:
+def test_sixteen_bit_weights_are_near(variant: str, rows: int) -> None:
     model = model_of(variant).bfloat16()
     exact = copy.deepcopy(model).double()
-    text = tokens_of(1, 2 * CHUNK + STEPS)[0]
-    decoder = start(model, exact, [text[:-STEPS]])
-    found = run(decoder, text[-STEPS:].unsqueeze(0))
+    texts = tokens_of(rows, 2 * CHUNK + STEPS)
+    decoder = start(model, exact, list(texts[:, :-STEPS]))
+    found = run(decoder, texts[:, -STEPS:])
     with torch.no_grad():
-        expected = exact(text.unsqueeze(0))[0][:, -STEPS:]
+        expected = exact(texts)[0][:, -STEPS:]
     assert float((found - expected).norm() / expected.norm()) < 0.02
     assert decoder.state(0).mixers[0].attention.values.dtype == torch.bfloat16
 
@@ -254,8 +255,9 @@ def test_a_window_in_bfloat16_is_near() -> None:
     assert decoder._all.mixers[0].attention.keys.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("rows", [1, 2], ids="{} rows".format)
 @pytest.mark.parametrize("variant", ["gecko", "qwen3"])
-def test_weights_in_8_bits_are_those_of_torchao(variant: str) -> None:
+def test_weights_in_8_bits_are_those_of_torchao(variant: str, rows: int) -> None:
     pytest.importorskip("torchao")
     from gecko.io.quantization import quantize
 
@@ -265,11 +267,11 @@ def test_weights_in_8_bits_are_those_of_torchao(variant: str) -> None:
     for wide, narrow in zip(exact.parameters(), model.parameters(), strict=True):
         wide.data = narrow.dequantize() if hasattr(narrow, "dequantize") and narrow.dim() == 2 else narrow.data
     exact = exact.double()
-    text = tokens_of(1, CHUNK + 3)[0]
-    decoder = start(model, exact, [text[:CHUNK]])
+    texts = tokens_of(rows, CHUNK + 3)
+    decoder = start(model, exact, list(texts[:, :CHUNK]))
     with torch.no_grad():
-        expected = exact(text.unsqueeze(0))[0][:, CHUNK:]
-    torch.testing.assert_close(run(decoder, text[CHUNK:].unsqueeze(0)).double(), expected, rtol=1e-4, atol=1e-4)
+        expected = exact(texts)[0][:, CHUNK:]
+    torch.testing.assert_close(run(decoder, texts[:, CHUNK:]).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_rounded_window_is_that_of_steps_in_pytorch() -> None:
@@ -330,11 +332,13 @@ def test_every_field_is_decoded_or_left_to_pytorch() -> None:
 
 
 def draw(logits: Tensor, temperature: float, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    rows, token = len(logits), torch.empty(len(logits), dtype=torch.int64)
-    Launch(draw_kernel, (rows,), {
+    rows, token, choices = len(logits), torch.empty(len(logits), dtype=torch.int64), -(-logits.shape[1] // 64)
+    drawn = {"p_scores": torch.empty(rows, choices), "p_tokens": torch.empty(rows, choices, dtype=torch.int32)}
+    Launch(draw_kernel, (rows, choices), {
         "p_logits": logits, "p_temperature": torch.full((rows,), temperature), "p_seed": torch.tensor(seeds),
-        "p_position": torch.tensor(positions), "p_token": token, "vocabulary": logits.shape[1], "block": 16,
+        "p_position": torch.tensor(positions), **drawn, "vocabulary": logits.shape[1], "block": 16,
     }, 8).run()  # fmt: skip
+    Launch(choose_kernel, (rows,), {**drawn, "p_token": token, "choices": choices, "width": 8}, 1).run()
     return token.tolist()
 
 
@@ -360,7 +364,7 @@ def test_tokens_are_drawn_from_the_softmax() -> None:
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_noticed(broken: float, temperature: float) -> None:
-    logits = torch.zeros(3, 40)
+    logits = torch.zeros(3, 100)  # two programs choose
     logits[1, 39] = broken
     assert [token < 0 for token in draw(logits, temperature, [0] * 3, [0] * 3)] == [False, True, False]
 

@@ -102,7 +102,8 @@ class Network:
         changed = self._copy("temperature", list(temperatures)) | self._copy("seed", [_signed(seed) for seed in seeds])
         changed |= self._copy_clock(rows)
         if changed or logits.data_ptr() != self.buffers.logits.data_ptr():
-            self._launches.draw(rows, logits.float().contiguous()).run()
+            for launch in self._launches.draw(rows, logits.float().contiguous()):
+                launch.run()
             self._copied.pop("token", None)
         if "token" not in self._copied:
             self._copied["token"] = self.buffers.token[:rows].tolist()

@@ -75,9 +75,10 @@ def _better(p_logits, i, bits, temperature, drawn, vocabulary: tl.constexpr, b_b
 
 
 @triton.jit
-def draw_kernel(p_logits, p_temperature, p_seed, p_position, p_token, vocabulary: tl.constexpr, block: tl.constexpr):
-    """Choose the token of a row: the first of the most likely ones at temperature 0, else one drawn from the softmax of
-    logits / temperature. Store −1 if a logit is not finite.
+def draw_kernel(p_logits, p_temperature, p_seed, p_position, p_scores, p_tokens, vocabulary: tl.constexpr,
+                block: tl.constexpr):  # fmt: skip
+    """Choose one of 4 blocks of tokens of a row, with its score: the first of the most likely ones at temperature 0,
+    else one drawn from the softmax of logits / temperature. It is −1, with an infinite score, if a logit is not finite.
 
     Token i waits for an exponentially distributed time with rate exp(logit / temperature); the first one is chosen. Its
     random number is a function of the row's seed, the position and i, so a draw can be repeated.
@@ -91,14 +92,25 @@ def draw_kernel(p_logits, p_temperature, p_seed, p_position, p_token, vocabulary
     low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
     b_best, b_token = tl.full([block], float("-inf"), tl.float32), tl.zeros([block], tl.int32)
     b_broken = tl.zeros([block], tl.int1)
-    for begin in range(0, vocabulary, 4 * block):
-        i = begin + tl.arange(0, block)
-        bits = tl.philox(seed, i, low, high, 0)
-        for part in tl.static_range(4):
-            b_best, b_token, b_broken = _better(
-                p_logits, i + part * block, bits[part], temperature, drawn, vocabulary, b_best, b_token, b_broken
-            )
+    i = tl.program_id(1) * 4 * block + tl.arange(0, block)
+    bits = tl.philox(seed, i, low, high, 0)
+    for part in tl.static_range(4):
+        b_best, b_token, b_broken = _better(
+            p_logits, i + part * block, bits[part], temperature, drawn, vocabulary, b_best, b_token, b_broken
+        )
     best = tl.max(b_best, 0)
     token = tl.min(tl.where(b_best == best, b_token, vocabulary), 0)
     broken = tl.max(b_broken.to(tl.int32), 0) > 0
-    tl.store(p_token + row, tl.where(broken, -1, token).to(tl.int64))
+    i_choice = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(p_scores + i_choice, tl.where(broken, float("inf"), best))
+    tl.store(p_tokens + i_choice, tl.where(broken, -1, token))
+
+
+@triton.jit
+def choose_kernel(p_scores, p_tokens, p_token, choices: tl.constexpr, width: tl.constexpr):
+    """Choose the token of a row with the highest score of its ``choices``, the first one of equal scores."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, width)
+    b_score = tl.load(p_scores + row * choices + i, mask=i < choices, other=float("-inf"))
+    b_token = tl.load(p_tokens + row * choices + i, mask=i < choices, other=2**31 - 1)
+    token = tl.min(tl.where(b_score == tl.max(b_score, 0), b_token, 2**31 - 1), 0)
+    tl.store(p_token + row, token.to(tl.int64))

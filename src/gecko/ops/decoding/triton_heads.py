@@ -66,25 +66,33 @@ def _score(
     """Store the scores of some ring slots in one half of the ring, and the token's key if its slot is one of them."""
     tiles: tl.constexpr = (chunk + slots - 1) // slots
     half, own_half = task // tiles, (position // chunk) % 2
-    i_in_half = task % tiles * slots + tl.arange(0, slots)
+    begin, turn = task % tiles * slots, position - chunk_start
+    i_in_half = begin + tl.arange(0, slots)
     i_slot = half * chunk + i_in_half
     m_slot = i_in_half < chunk
-    visible = m_slot & is_visible(i_slot, position, first, chunk)
-    is_own = m_slot & (i_slot == position % (2 * chunk))
+    if (half == own_half) & (begin > turn) | (half != own_half) & (chunk_start - chunk + begin + slots <= first):
+        tl.store(p_scores + i_slot, tl.full([slots], float("-inf"), tl.float32), mask=m_slot)
+    else:
+        visible = m_slot & is_visible(i_slot, position, first, chunk)
+        own_slot = position % (2 * chunk)
+        is_own = m_slot & (i_slot == own_slot)
+        i_key = tl.arange(0, width)
+        m_key = i_key < key
+        p_ring = p_keys + i_slot[:, None] * key + i_key[None, :]
+        # What takes longest is asked for first: the query is computed meanwhile.
+        b_keys = tl.load(p_ring, mask=(visible & ~is_own)[:, None] & m_key[None, :], other=0.0)
 
-    # A key of the previous chunk is c positions farther away than its rotation says.
-    turn = position - chunk_start
-    far = tl.where(half == own_half, 0, chunk)
-    b_query = _turned(query, p_phases, turn + far, head, key, width, rope_heads)
-    b_own = _turned(own_key, p_phases, turn, head, key, width, rope_heads)
-    i_key = tl.arange(0, width)
-    p_ring = p_keys + i_slot[:, None] * key + i_key[None, :]
-    m_key = (i_key < key)[None, :]
-    tl.store(p_ring, b_own.to(p_keys.dtype.element_ty)[None, :], mask=(is_own & keeps)[:, None] & m_key)
-    b_keys = tl.load(p_ring, mask=(visible & ~is_own)[:, None] & m_key, other=0.0).to(tl.float32)
-    b_keys = tl.where(is_own[:, None], b_own[None, :], b_keys)
-    b_scores = tl.sum(b_keys * b_query[None, :], 1)
-    tl.store(p_scores + i_slot, tl.where(visible, b_scores, float("-inf")), mask=m_slot)
+        # A key of the previous chunk is c positions farther away than its rotation says.
+        far = tl.where(half == own_half, 0, chunk)
+        b_query = _turned(query, p_phases, turn + far, head, key, width, rope_heads)
+        b_own = _turned(own_key, p_phases, turn, head, key, width, rope_heads)
+        tl.debug_barrier()  # all threads have loaded the keys; the token's own one is none of them
+        is_mine = (half == own_half) & (turn // slots == task % tiles)
+        tl.store(p_keys + own_slot * key + i_key, b_own.to(p_keys.dtype.element_ty), mask=m_key & keeps & is_mine)
+        b_keys = b_keys.to(tl.float32)
+        b_keys = tl.where(is_own[:, None], b_own[None, :], b_keys)
+        b_scores = tl.sum(b_keys * b_query[None, :], 1)
+        tl.store(p_scores + i_slot, tl.where(visible, b_scores, float("-inf")), mask=m_slot)
 
 
 @triton.jit
@@ -137,14 +145,14 @@ def _summarise(
     """
     i_key = tl.arange(0, width)
     m_key, m_r = i_key < key, i_r < key
+    i_sum, m_sum = i_r[:, None] * key + i_key[None, :], m_r[:, None] & m_key[None, :]
+    b_sum = tl.load(p_key_sum + i_sum, mask=m_sum, other=0.0)
+    b_weight = tl.load(p_weight + i_r, mask=m_r, other=0.0)
     b_psi = _softmax(own_key, i_key, m_key, key, width)
     b_key = _features(own_key, i_r, m_r)
-    b_weight = tl.load(p_weight + i_r, mask=m_r, other=0.0)
     b_share = tl.sigmoid(b_key - b_weight)
     b_weight = _log_sum(b_weight, b_key)
     tl.store(p_share + i_r, b_share, mask=m_r)
-    i_sum, m_sum = i_r[:, None] * key + i_key[None, :], m_r[:, None] & m_key[None, :]
-    b_sum = tl.load(p_key_sum + i_sum, mask=m_sum, other=0.0)
     b_sum += b_share[:, None] * (b_psi[None, :] - b_sum)
     tl.debug_barrier()  # all threads have loaded the weights; several have loaded the same ones
     if ends:

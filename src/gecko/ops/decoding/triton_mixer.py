@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.decoding.triton_pages import is_visible, place_of, state_of
+from gecko.ops.decoding.triton_pages import place_of, state_of
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,27 +17,28 @@ from gecko.ops.decoding.triton_pages import is_visible, place_of, state_of
 @triton.jit
 def _attend(
     p_scores, p_values, p_sinks, b_value, i_column, m_column, position, first, seen, value: tl.constexpr,
-    chunk: tl.constexpr, sinks: tl.constexpr, slots: tl.constexpr, sink_slots: tl.constexpr, columns: tl.constexpr,
+    chunk: tl.constexpr, sinks: tl.constexpr, scored: tl.constexpr, slots: tl.constexpr, sink_slots: tl.constexpr,
+    columns: tl.constexpr,
 ):  # fmt: skip
     """Return the sum of the values in the ring, of the sinks, and of the token's own one, by the softmax of their
     scores."""
     most, total = -1e30, 0.0
-    for begin in range(0, 2 * chunk + sinks, 1024):
-        i = begin + tl.arange(0, 1024)
+    for begin in range(0, 2 * chunk + sinks, scored):
+        i = begin + tl.arange(0, scored)
         b_score = tl.load(p_scores + i, mask=i < 2 * chunk + sinks, other=float("-inf"))
         new = tl.maximum(most, tl.max(b_score, 0))
         total = total * tl.exp(most - new) + tl.sum(tl.exp(b_score - new), 0)
         most = new
     b_sum = tl.zeros([slots, columns], tl.float32)
-    own_slot = position % (2 * chunk)
-    for begin in tl.range(0, 2 * chunk, slots, num_stages=3):
-        i_slot = begin + tl.arange(0, slots)
-        m_slot = (i_slot < 2 * chunk) & (i_slot != own_slot) & is_visible(i_slot, position, first, chunk)
+    first_slot, before = (first % (2 * chunk)).to(tl.int32), (position - first).to(tl.int32)
+    for begin in tl.range(0, before, slots, num_stages=5):  # only what the row sees, wherever it is in the ring
+        i = begin + tl.arange(0, slots)
+        i_slot, m_slot = (first_slot + i) % (2 * chunk), i < before
         b_score = tl.load(p_scores + i_slot, mask=m_slot, other=float("-inf"))
         m = m_slot[:, None] & m_column[None, :]
         b_values = tl.load(p_values + i_slot[:, None] * value + i_column[None, :], mask=m, other=0.0).to(tl.float32)
         b_sum += tl.exp(b_score - most)[:, None] * b_values
-    b_out = tl.sum(b_sum, 0) + tl.exp(tl.load(p_scores + own_slot) - most) * b_value
+    b_out = tl.sum(b_sum, 0) + tl.exp(tl.load(p_scores + position % (2 * chunk)) - most) * b_value
     if p_sinks is not None:
         for begin in range(0, sinks, sink_slots):
             i_sink = begin + tl.arange(0, sink_slots)
@@ -72,8 +73,8 @@ def mix_kernel(
     p_projected, p_position, p_start, p_scores, p_values, p_sinks, p_memory, p_factor, p_value_sum, p_read, p_share,
     p_out, p_page, projected: tl.constexpr, heads: tl.constexpr, key_heads: tl.constexpr, key: tl.constexpr,
     value: tl.constexpr, chunk: tl.constexpr, attention: tl.constexpr, gate: tl.constexpr, channels: tl.constexpr,
-    before: tl.constexpr, sinks: tl.constexpr, score_row: tl.constexpr, slots: tl.constexpr, sink_slots: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr, page_bytes: tl.constexpr,
+    before: tl.constexpr, sinks: tl.constexpr, score_row: tl.constexpr, scored: tl.constexpr, slots: tl.constexpr,
+    sink_slots: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, page_bytes: tl.constexpr,
 ):  # fmt: skip
     """Attention and memory, joined and gated, for some columns of the values of a head of a row.
 
@@ -97,7 +98,7 @@ def mix_kernel(
         tl.store(p_first + number * value + i_column, b_rounded, mask=m_column & keeps & (number < sinks))
     b_out = _attend(
         p_scores + (row * heads + head) * score_row, p_ring, p_first, b_value, i_column, m_column, position,
-        first, tl.minimum(first - start, sinks), value, chunk, sinks, slots, sink_slots, columns,
+        first, tl.minimum(first - start, sinks), value, chunk, sinks, scored, slots, sink_slots, columns,
     )  # fmt: skip
     p_gate = p_row + (key_heads + head) * value
     if gate == "attention":

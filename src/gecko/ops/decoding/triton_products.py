@@ -39,20 +39,55 @@ def _places(tile, rows, outputs, many: tl.constexpr, out: tl.constexpr):
 
 
 @triton.jit
-def _sums(p_x, p_weight, p_scale, i_row, i_out, m_row, m_out, inputs: tl.constexpr, stride: tl.constexpr,
-          many: tl.constexpr, out: tl.constexpr, inner: tl.constexpr, operand_type: tl.constexpr):  # fmt: skip
-    """Return Σ_i x[row, i] weight[out, i], (rows, outputs). A row of weights takes ``stride`` numbers."""
-    b_sum = tl.zeros([many, out], tl.float32)
+def _matrix_sums(p_x, p_weight, p_other, i_row, i_out, m_row, m_out, inputs: tl.constexpr, stride: tl.constexpr,
+                 many: tl.constexpr, out: tl.constexpr, inner: tl.constexpr, operand_type: tl.constexpr):  # fmt: skip
+    b_sum, b_other_sum = tl.zeros([many, out], tl.float32), tl.zeros([many, out], tl.float32)
     for begin in range(0, inputs, inner):
         i = begin + tl.arange(0, inner)
         m = i < inputs
         b_x = tl.load(p_x + i_row[:, None] * inputs + i[None, :], mask=m_row[:, None] & m[None, :], other=0.0)
-        p_tile = p_weight + i_out[:, None] * stride + i[None, :]
-        b_weight = tl.load(p_tile, mask=m_out[:, None] & m[None, :], other=0.0).to(operand_type)
-        b_sum = tl.dot(b_x.to(operand_type), tl.trans(b_weight), b_sum, input_precision="tf32x3")
+        i_tile, m_tile = i_out[:, None] * stride + i[None, :], m_out[:, None] & m[None, :]
+        b_weight = tl.trans(tl.load(p_weight + i_tile, mask=m_tile, other=0.0).to(operand_type))
+        b_sum = tl.dot(b_x.to(operand_type), b_weight, b_sum, input_precision="tf32x3")
+        if p_other is not None:
+            b_weight = tl.trans(tl.load(p_other + i_tile, mask=m_tile, other=0.0).to(operand_type))
+            b_other_sum = tl.dot(b_x.to(operand_type), b_weight, b_other_sum, input_precision="tf32x3")
+    return b_sum, b_other_sum
+
+
+@triton.jit
+def _row_sums(p_x, p_weight, p_other, i_out, m_out, inputs: tl.constexpr, stride: tl.constexpr, out: tl.constexpr,
+              inner: tl.constexpr):  # fmt: skip
+    """Multiply one row in float32: a matrix product takes 16, of as many outputs, which are too few programs."""
+    b_products, b_others = tl.zeros([out, inner], tl.float32), tl.zeros([out, inner], tl.float32)
+    for begin in tl.range(0, inputs, inner, num_stages=3):
+        i = begin + tl.arange(0, inner)
+        m = i < inputs
+        i_tile, m_tile = i_out[:, None] * stride + i[None, :], m_out[:, None] & m[None, :]
+        b_x = tl.load(p_x + i, mask=m, other=0.0).to(tl.float32)[None, :]
+        b_products += b_x * tl.load(p_weight + i_tile, mask=m_tile, other=0.0).to(tl.float32)
+        if p_other is not None:
+            b_others += b_x * tl.load(p_other + i_tile, mask=m_tile, other=0.0).to(tl.float32)
+    return tl.sum(b_products, 1)[None, :], tl.sum(b_others, 1)[None, :]
+
+
+@triton.jit
+def _sums(p_x, p_weight, p_scale, p_other, p_other_scale, i_row, i_out, m_row, m_out, inputs: tl.constexpr,
+          stride: tl.constexpr, many: tl.constexpr, out: tl.constexpr, inner: tl.constexpr,
+          operand_type: tl.constexpr):  # fmt: skip
+    """Return Σ_i x[row, i] weight[out, i], (rows, outputs), and the same of the other weights, or zeros without them. A
+    row of weights takes ``stride`` numbers."""
+    if many == 1:
+        b_sum, b_other_sum = _row_sums(p_x, p_weight, p_other, i_out, m_out, inputs, stride, out, inner)
+    else:
+        b_sum, b_other_sum = _matrix_sums(
+            p_x, p_weight, p_other, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type
+        )
     if p_scale is not None:
         b_sum *= tl.load(p_scale + i_out, mask=m_out, other=0.0)[None, :]
-    return b_sum
+    if p_other_scale is not None:
+        b_other_sum *= tl.load(p_other_scale + i_out, mask=m_out, other=0.0)[None, :]
+    return b_sum, b_other_sum
 
 
 @triton.jit
@@ -96,7 +131,9 @@ def project_kernel(
     p_factor = p_scale
     if p_scale is not None:
         p_factor = p_scale + before
-    b_y = _sums(p_x, p_weight, p_factor, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type)
+    b_y, _ = _sums(
+        p_x, p_weight, p_factor, None, None, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type
+    )
     b_y += tl.load(p_bias + before + i_out, mask=m_out, other=0.0)[None, :]
     b_y = tl.where(activated, b_y * tl.sigmoid(b_y), b_y)
     i_y = i_row[:, None] * (after_query + key + memory_gate + hidden) + before + i_out[None, :]
@@ -110,10 +147,13 @@ def gated_kernel(
 ):  # fmt: skip
     """Compute silu(x gateᵀ), times x upᵀ if there is an ``up``."""
     i_row, i_out, m_row, m_out = _places(tl.program_id(0), rows, outputs, many, out)
-    b_y = _sums(p_x, p_gate, p_gate_scale, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type)
+    b_y, b_up = _sums(
+        p_x, p_gate, p_gate_scale, p_up, p_up_scale, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner,
+        operand_type,
+    )  # fmt: skip
     b_y *= tl.sigmoid(b_y)
     if p_up is not None:
-        b_y *= _sums(p_x, p_up, p_up_scale, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type)
+        b_y *= b_up
     i_y = i_row[:, None] * outputs + i_out[None, :]
     tl.store(p_y + i_y, b_y.to(p_y.dtype.element_ty), mask=m_row[:, None] & m_out[None, :])
 
@@ -126,7 +166,9 @@ def onto_kernel(
 ):  # fmt: skip
     """Compute y = x weightᵀ · factor + onto + more, each of the last three if there is one. y may be ``onto``."""
     i_row, i_out, m_row, m_out = _places(tl.program_id(0), rows, outputs, many, out)
-    b_y = _sums(p_x, p_weight, p_scale, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type)
+    b_y, _ = _sums(
+        p_x, p_weight, p_scale, None, None, i_row, i_out, m_row, m_out, inputs, stride, many, out, inner, operand_type
+    )
     if p_factor is not None:
         b_y *= tl.load(p_factor + i_out, mask=m_out, other=0.0)[None, :]
     i_y, m = i_row[:, None] * outputs + i_out[None, :], m_row[:, None] & m_out[None, :]

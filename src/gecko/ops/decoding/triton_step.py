@@ -14,7 +14,7 @@ from torch import Tensor
 from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.chunk_attention.triton_layout import operand
 from gecko.ops.decoding.triton_average import average_kernel
-from gecko.ops.decoding.triton_ends import advance_kernel, draw_kernel, embed_kernel, turn_kernel
+from gecko.ops.decoding.triton_ends import advance_kernel, choose_kernel, draw_kernel, embed_kernel, turn_kernel
 from gecko.ops.decoding.triton_heads import heads_kernel
 from gecko.ops.decoding.triton_mixer import enter_kernel, mix_kernel
 from gecko.ops.decoding.triton_products import gated_kernel, norm_kernel, onto_kernel, project_kernel
@@ -48,7 +48,9 @@ class Buffers:
         row = 2 * record["chunk"] + 16 * blocks(sinks, 16)  # of scores; wide loads begin at multiples of 16
         self.scores, self.turns = empty(heads, row), empty(key // 2 if sinks else 0, 2)
         self.out, self.hidden = empty(value, dtype=dtype), empty(record["hidden"], dtype=dtype)
-        self.logits = empty(record["vocabulary"] if self.page is None else 0)
+        vocabulary = record["vocabulary"] if self.page is None else 0
+        self.logits, choices = empty(vocabulary), blocks(vocabulary, 4 * _drawn(vocabulary))
+        self.choice_scores, self.choices = empty(choices), empty(choices, dtype=torch.int32)
         self.read = empty(heads, key)
         self.share, self.rho, self.kept = (empty(key_heads, key) for _ in range(3))
         self.entering = empty(key_heads, key, key if record["memory"] else 0)
@@ -85,16 +87,22 @@ class Launches:
         counts = {"p_position": a.position, "p_count": net["final_norm"].get("count"), **self._pages}
         found += [self._block_norm(rows, net["final_norm"]), Launch(advance_kernel, (rows,), counts, 1)]
         if a.page is None:
-            found += [self._onto(rows, a.normal, net["head"], a.logits), self.draw(rows, a.logits)]
+            found += [self._onto(rows, a.normal, net["head"], a.logits), *self.draw(rows, a.logits)]
         return found
 
-    def draw(self, rows: int, logits: Tensor) -> Launch:
-        """Return the launch that chooses a token of each row of ``logits`` (rows, V)."""
-        a, vocabulary = self._buffers, self._net["vocabulary"]
-        return Launch(draw_kernel, (rows,), {
-            "p_logits": logits, "p_temperature": a.temperature, "p_seed": a.seed, "p_position": a.position,
-            "p_token": a.token, "vocabulary": vocabulary, "block": min(1024, tile(vocabulary)),
-        }, 8)  # fmt: skip
+    def draw(self, rows: int, logits: Tensor) -> list[Launch]:
+        """Return the launches that choose a token of each row of ``logits`` (rows, V)."""
+        a, choices = self._buffers, self._buffers.choices.shape[1]
+        drawn = {"p_scores": a.choice_scores, "p_tokens": a.choices}
+        return [
+            Launch(draw_kernel, (rows, choices), {
+                "p_logits": logits, "p_temperature": a.temperature, "p_seed": a.seed, "p_position": a.position,
+                **drawn, "vocabulary": self._net["vocabulary"], "block": _drawn(self._net["vocabulary"]),
+            }, 8),
+            Launch(choose_kernel, (rows,), {
+                **drawn, "p_token": a.token, "choices": choices, "width": tile(choices, 1),
+            }, 1),
+        ]  # fmt: skip
 
     def _embed(self, rows: int) -> Launch:
         net, a = self._net, self._buffers
@@ -193,7 +201,7 @@ class Launches:
     def _heads(self, rows: int, layer: Record, scale: Tensor) -> Launch:
         net, a = self._net, self._buffers
         width, chunk = tile(net["key"]), net["chunk"]
-        slots, sums = min(tile(chunk), max(16, 8192 // width)), 16
+        slots, sums = min(tile(chunk), max(16, 8192 // width)), 8
         tasks = 2 * blocks(chunk, slots) + bool(net["sinks"]) + (blocks(net["key"], sums) if net["memory"] else 0)
         previous, current = layer.get("previous", {}), layer.get("current", {})
         return Launch(heads_kernel, (rows, net["heads"], tasks), {
@@ -220,8 +228,9 @@ class Launches:
             "p_memory": layer.get("memory"), "p_factor": layer["memory_factor"],
             "p_value_sum": layer.get("current", {}).get("value_sum"), "p_out": self._buffers.out, "value": value,
             "gate": gate, "channels": channels, "before": _before(layer, "memory_gate"), "slots": slots,
-            "sink_slots": min(slots, tile(net["sinks"], 1)), "rows": min(tile(net["key"]), 2048 // columns),
-            "columns": columns,
+            "scored": min(4096, tile(2 * net["chunk"] + net["sinks"])),
+            "sink_slots": min(slots, tile(net["sinks"], 1)), "columns": columns,
+            "rows": min(tile(net["key"]), (2048 if columns == 64 else 4096) // columns),
         }, 8)  # fmt: skip
 
     def _enter(self, rows: int, layer: Record) -> Launch:
@@ -236,7 +245,7 @@ class Launches:
 
     def _gated(self, rows: int, layer: Record) -> Launch:
         net, a, up = self._net, self._buffers, layer.get("fc3")
-        sizes = _tiles(rows, net["hidden"], layer["fc1"], a.normal)
+        sizes = _tiles(rows, net["hidden"], layer["fc1"], a.normal, 1 if up is None else 2)
         return Launch(gated_kernel, (blocks(net["hidden"], sizes["out"]), blocks(rows, sizes["many"])), {
             "p_x": a.normal, "p_gate": layer["fc1"].weight, "p_gate_scale": layer["fc1"].scale,
             "p_up": None if up is None else up.weight, "p_up_scale": None if up is None else up.scale,
@@ -256,16 +265,26 @@ class Launches:
         }, 4, 4)  # fmt: skip
 
 
-def _tiles(rows: int, outputs: int, weights: Weights, x: Tensor) -> dict[str, Any]:
+def _drawn(vocabulary: int) -> int:
+    """Return a quarter of the tokens among which a program of ``draw_kernel`` chooses."""
+    return min(1024, tile(vocabulary))
+
+
+def _tiles(rows: int, outputs: int, weights: Weights, x: Tensor, matrices: int = 1) -> dict[str, Any]:
     """Return rows, outputs and inputs of a tile of a product with ``x``, the numbers in a row of the weights, and the
-    dtype of both factors."""
-    many = min(64, tile(rows))
-    out = 64 if many > 16 else 32
-    while out > 16 and blocks(outputs, out) < _PROGRAMS:
-        out //= 2
-    inner = 64 if weights.weight.dtype == torch.float32 else 128
-    if inner == 128 and many == out == 16:  # few programs: each keeps 48 KB of weights in flight, or most of its rows
-        inner = 512 if weights.inputs > 1024 else 256
+    dtype of both factors. A program reads tiles of that many ``matrices``."""
+    narrow = weights.weight.dtype != torch.float32
+    if rows == 1:
+        many, out, inner = 1, 4, 2048 if narrow and weights.inputs <= 2048 else 1024
+    else:
+        many = min(64, tile(rows))
+        out = 64 if many > 16 else 32
+        while out > 16 and blocks(outputs, out) < _PROGRAMS:
+            out //= 2
+        inner = 128 if narrow else 64
+        if narrow and out == 16 and many * matrices <= 32:
+            # Few programs: each keeps 48 KB of weights in flight, or most of its rows.
+            inner = (512 if weights.inputs > 1024 else 256) // matrices
     inner = min(inner, tile(weights.inputs))
     return {"many": many, "out": out, "inner": inner, "stride": weights.weight.shape[1], "operand_type": operand(x)}
 
