@@ -169,8 +169,17 @@ def _head(launch: Launch, block: int, warps: int) -> Launch:
     return sized(launch, warps=warps, registers=128, block=block)
 
 
-def _onto(launch: Launch, inner: int, stages: int) -> Launch:
-    return sized(launch, stages=stages, inner=min(inner, tile(launch.arguments["inputs"])))
+def _row(launch: Launch, inner: int) -> Launch:
+    """Return a product of one row with other tiles."""
+    inner = min(inner, tile(launch.arguments["inputs"]))
+    return sized(launch, inner=inner) if launch.arguments["many"] == 1 else launch
+
+
+def _columns(launch: Launch, factor: int) -> Launch:
+    """Return the sum of values with tiles of the same size that are wider."""
+    given, (rows, heads, parts) = launch.arguments, launch.grid
+    changed = {"columns": given["columns"] * factor, **{x: given[x] // factor for x in ("slots", "rows")}}
+    return dataclasses.replace(sized(launch, **changed), grid=(rows, heads, blocks(parts, factor)))
 
 
 _FORWARD, _BACKWARD = "cema.triton_forward", "cema.triton_backward"
@@ -214,10 +223,15 @@ VARIANTS = [
     ),
 ]  # fmt: skip
 """Those of operators."""
+_PRODUCTS = [f"decoding.{name}_kernel" for name in ("project", "gated", "onto")]
 OF_DECODING = [
-    Variant("decoder's products", f"{inner} inputs, {stages} stages", ("decoding.onto_kernel",),
-            change=partial(_onto, inner=inner, stages=stages))
-    for inner, stages in ((128, 4), (256, 6))
+    Variant("products of a row", "2048 inputs", _PRODUCTS, change=partial(_row, inner=2048)),
+    Variant("products of a row", "in registers", _PRODUCTS, {"decoding.triton_products": (
+        ("num_stages=3", "num_stages=1"),
+    )}),
+    Variant("values", "4 warps", ("decoding.mix_kernel",), change=partial(sized, warps=4)),
+    Variant("values", "twice the columns", ("decoding.mix_kernel",), change=partial(_columns, factor=2)),
+    Variant("keys", "96 registers", ("decoding.heads_kernel",), change=partial(sized, registers=96)),
 ]  # fmt: skip
 WITHOUT_BARRIERS = Variant(
     "barriers", "none", [f"decoding.{name}_kernel" for name in ("average", "heads", "mix", "enter")], _BARRIERS
