@@ -21,6 +21,7 @@ from gecko.inference.decoder import Decoder
 from gecko.inference.packed_weights import _ONLY_IN_PYTORCH, PackedWeights, decoder_of
 from gecko.inference.request import Request, Token
 from gecko.ops.backends.dispatch import Launch
+from gecko.ops.decoding import triton_step
 from gecko.ops.decoding.triton_ends import choose_kernel, draw_kernel, turn_kernel
 from gecko.state import GeckoState
 
@@ -122,6 +123,19 @@ def assert_follows(found: Tensor, decoder: Decoder, exact: Gecko, texts: Sequenc
 def test_steps_are_calls_in_float64(variant: str) -> None:
     exact = model_of(variant)
     texts = [tokens_of(1, length + STEPS, seed)[0] for seed, length in enumerate(LENGTHS)]
+    decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS] for text in texts])
+    logits = run(decoder, torch.stack([text[-STEPS:] for text in texts]))
+    assert_follows(logits, decoder, exact, texts, 1e-4)
+
+
+@pytest.mark.parametrize("variant", ["gecko", "qwen2", "llama-window"])
+def test_slots_that_a_row_does_not_see_are_passed_over(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of several tiles has slots before the window, before the document, and after the token."""
+    monkeypatch.setattr(triton_step, "_KEYS", 256)
+    monkeypatch.setattr(triton_step, "_VALUES", 256)
+    chunk = 20
+    exact = model_of(variant, chunk_size=chunk)
+    texts = [tokens_of(1, length + STEPS, seed)[0] for seed, length in enumerate((2, chunk - 4, 2 * chunk + 15))]
     decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS] for text in texts])
     logits = run(decoder, torch.stack([text[-STEPS:] for text in texts]))
     assert_follows(logits, decoder, exact, texts, 1e-4)
@@ -346,6 +360,7 @@ def test_greedy_takes_the_first_of_the_most_likely_tokens() -> None:
     logits = torch.randn(4, 75, generator=torch.Generator().manual_seed(0))
     logits[0, [70, 30]] = 9.0
     logits[1, [0, 74]] = 9.0
+    logits[2, 74] = 9.0  # of the second program
     expected = [30, 0, *logits[2:].argmax(-1).tolist()]
     assert draw(logits, 0.0, [0] * 4, [0] * 4) == expected
     assert draw(logits, 1e-9, [0] * 4, [0] * 4)[2:] == expected[2:], "a small temperature is almost greedy"

@@ -15,20 +15,25 @@ from gecko.ops.decoding.triton_pages import place_of, state_of
 
 
 @triton.jit
-def _attend(
-    p_scores, p_values, p_sinks, b_value, i_column, m_column, position, first, seen, value: tl.constexpr,
-    chunk: tl.constexpr, sinks: tl.constexpr, scored: tl.constexpr, slots: tl.constexpr, sink_slots: tl.constexpr,
-    columns: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of the values in the ring, of the sinks, and of the token's own one, by the softmax of their
-    scores."""
+def _softmax_of(p_scores, scores: tl.constexpr, scored: tl.constexpr):
+    """Return the largest score, and the sum of exponentials of what they are below it."""
     most, total = -1e30, 0.0
-    for begin in range(0, 2 * chunk + sinks, scored):
+    for begin in range(0, scores, scored):
         i = begin + tl.arange(0, scored)
-        b_score = tl.load(p_scores + i, mask=i < 2 * chunk + sinks, other=float("-inf"))
+        b_score = tl.load(p_scores + i, mask=i < scores, other=float("-inf"))
         new = tl.maximum(most, tl.max(b_score, 0))
         total = total * tl.exp(most - new) + tl.sum(tl.exp(b_score - new), 0)
         most = new
+    return most, total
+
+
+@triton.jit
+def _attend(
+    p_scores, most, total, p_values, p_sinks, b_value, i_column, m_column, position, first, seen, value: tl.constexpr,
+    chunk: tl.constexpr, sinks: tl.constexpr, slots: tl.constexpr, sink_slots: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of the values in the ring, of the sinks, and of the token's own one, by the softmax of their
+    scores."""
     b_sum = tl.zeros([slots, columns], tl.float32)
     first_slot, before = (first % (2 * chunk)).to(tl.int32), (position - first).to(tl.int32)
     for begin in tl.range(0, before, slots, num_stages=5):  # only what the row sees, wherever it is in the ring
@@ -81,6 +86,8 @@ def mix_kernel(
     The memory is added, or joined by gates of that many ``channels``, which begin at number ``before`` of a row.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    p_scores += (row * heads + head) * score_row
+    most, total = _softmax_of(p_scores, 2 * chunk + sinks, scored)  # first: it waits for nothing
     position, start, chunk_start, first = place_of(p_position, p_start, row, chunk, attention)
     shared: tl.constexpr = heads // key_heads
     own, keeps = head // shared, head % shared == 0
@@ -97,8 +104,8 @@ def mix_kernel(
         p_first = state_of(p_sinks, p_page, row, key_heads * sinks * value, page_bytes) + own * (sinks * value)
         tl.store(p_first + number * value + i_column, b_rounded, mask=m_column & keeps & (number < sinks))
     b_out = _attend(
-        p_scores + (row * heads + head) * score_row, p_ring, p_first, b_value, i_column, m_column, position,
-        first, tl.minimum(first - start, sinks), value, chunk, sinks, scored, slots, sink_slots, columns,
+        p_scores, most, total, p_ring, p_first, b_value, i_column, m_column, position, first,
+        tl.minimum(first - start, sinks), value, chunk, sinks, slots, sink_slots, columns,
     )  # fmt: skip
     p_gate = p_row + (key_heads + head) * value
     if gate == "attention":
@@ -156,20 +163,22 @@ def enter_kernel(
     key_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
     attention: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, page_bytes: tl.constexpr,
 ):  # fmt: skip
-    """If the chunk of a row ends, update some columns of the memory of a head."""
+    """If the chunk of a row ends, update some columns of the memory of a head: a program's number of tiles is only one
+    if there are few rows, since most steps end no chunk, and programs that do nothing take time too."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, start, chunk_start, _ = place_of(p_position, p_start, row, chunk, attention)
     if (position + 1) % chunk == 0:
         i_head = row * key_heads + head
-        i_column = tl.program_id(2) * columns + tl.arange(0, columns)
         i_vector, matrix = i_head * key, key * value
-        _enter_previous(
-            state_of(p_memory, p_page, row, key_heads * matrix, page_bytes) + head * matrix,
-            state_of(p_previous_values, p_page, row, key_heads * matrix, page_bytes) + head * matrix,
-            state_of(p_value_sum, p_page, row, key_heads * matrix, page_bytes) + head * matrix, p_rho + i_vector,
-            p_kept + i_vector, p_entering + i_head * (key * key), i_column, i_column < value, key, value, width, rows,
-            columns,
-        )  # fmt: skip
+        for begin in range(tl.program_id(2) * columns, value, tl.num_programs(2) * columns):
+            i_column = begin + tl.arange(0, columns)
+            _enter_previous(
+                state_of(p_memory, p_page, row, key_heads * matrix, page_bytes) + head * matrix,
+                state_of(p_previous_values, p_page, row, key_heads * matrix, page_bytes) + head * matrix,
+                state_of(p_value_sum, p_page, row, key_heads * matrix, page_bytes) + head * matrix, p_rho + i_vector,
+                p_kept + i_vector, p_entering + i_head * (key * key), i_column, i_column < value, key, value, width,
+                rows, columns,
+            )  # fmt: skip
         if (head == 0) & (tl.program_id(2) == 0):
             p_resets = state_of(p_previous_resets, p_page, row, 1, page_bytes)
             tl.store(p_resets, (start >= chunk_start).to(p_previous_resets.dtype.element_ty))

@@ -26,6 +26,8 @@ _GATES = "none", "attention", "sum"
 _PARTS = "value", "gate", "query", "key", "memory_gate", "hidden"
 _PROGRAMS = 256
 """Programs that fill a large GPU; tiles are halved until there are as many."""
+_KEYS, _VALUES = 8192, 4096
+"""Numbers of keys, and of values, in a tile of the ring."""
 
 
 class Buffers:
@@ -201,7 +203,7 @@ class Launches:
     def _heads(self, rows: int, layer: Record, scale: Tensor) -> Launch:
         net, a = self._net, self._buffers
         width, chunk = tile(net["key"]), net["chunk"]
-        slots, sums = min(tile(chunk), max(16, 8192 // width)), 8
+        slots, sums = min(tile(chunk), max(16, _KEYS // width)), 8
         tasks = 2 * blocks(chunk, slots) + bool(net["sinks"]) + (blocks(net["key"], sums) if net["memory"] else 0)
         previous, current = layer.get("previous", {}), layer.get("current", {})
         return Launch(heads_kernel, (rows, net["heads"], tasks), {
@@ -221,7 +223,7 @@ class Launches:
         columns = min(64, tile(value))
         while columns > 16 and rows * net["heads"] * blocks(value, columns) < _PROGRAMS:
             columns //= 2
-        slots, channels = min(tile(2 * net["chunk"]), 4096 // columns), net["memory_gate_channels"]
+        slots, channels = min(tile(2 * net["chunk"]), _VALUES // columns), net["memory_gate_channels"]
         gate = "sum" if net["gate"] and channels else _GATES[net["gate"]]
         return Launch(mix_kernel, (rows, net["heads"], blocks(value, columns)), {
             **self._of_heads(), "p_values": layer["values"], "p_sinks": layer.get("sink_values"),
@@ -236,7 +238,8 @@ class Launches:
     def _enter(self, rows: int, layer: Record) -> Launch:
         net, a, value = self._net, self._buffers, self._net["value"]
         width, columns = tile(net["key"]), min(32, tile(value))
-        return Launch(enter_kernel, (rows, net["key_heads"], blocks(value, columns)), {
+        tiles = min(blocks(value, columns), blocks(2 * _PROGRAMS, rows * net["key_heads"]))
+        return Launch(enter_kernel, (rows, net["key_heads"], tiles), {
             **self._both(), "p_memory": layer["memory"], "p_previous_values": layer["previous"]["value_sum"],
             "p_previous_resets": layer["previous_resets"], "p_value_sum": layer["current"]["value_sum"],
             "p_rho": a.rho, "p_kept": a.kept, "p_entering": a.entering, "value": value, "width": width,
