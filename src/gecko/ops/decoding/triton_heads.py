@@ -234,8 +234,6 @@ def heads_kernel(
     else:
         if p_weight is not None:
             i_r = (task - score_tasks - sinks_task) * rows + tl.arange(0, rows)
-            b_read = _softmax(memory_query, i_r, i_r < key, key, width)
-            tl.store(p_read + (row * heads + head) * key + i_r, b_read, mask=i_r < key)
             if keeps:
                 i_head = row * key_heads + own
                 i_vector, i_matrix, vectors = i_head * key, i_head * (key * key), key_heads * key
@@ -249,3 +247,5 @@ def heads_kernel(
                     tl.load(state_of(p_previous_resets, p_page, row, 1, page_bytes)) != 0,
                     (position + 1) % chunk == 0, key, width, rows,
                 )  # fmt: skip
+            b_read = _softmax(memory_query, i_r, i_r < key, key, width)
+            tl.store(p_read + (row * heads + head) * key + i_r, b_read, mask=i_r < key)
