@@ -82,6 +82,10 @@ def groups() -> dict[str, Callable[[], Any]]:
     def step(rows: int, length: int) -> None:
         training.Steps.of(block, rows, length, bench).gradients()
 
+    def with_documents(rows: int, length: int) -> None:
+        steps = training.Steps.of(block, rows, length, bench)
+        steps.gradients(next(steps.batches()))
+
     def operator(name: str) -> None:
         forward_and_backward(operator_of(name, s.shape, bench))
 
@@ -92,6 +96,7 @@ def groups() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for rows, length in (*s.trained, (1, s.longest)):
         found[f"step, {rows} × {length:,}"] = partial(step, rows, length)
+    found["captured step"] = partial(with_documents, *s.trained[-1])
     for name, config in ((s.model, block), (s.shape.name, wide)):
         for rows in s.decoded:
             decode = partial(decoding.measure, name, config, rows, bench)

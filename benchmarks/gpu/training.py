@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
+from itertools import cycle, repeat
 
 import torch
 import torch.distributed as dist
@@ -18,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gecko.config import GeckoConfig
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, meta_model
-from gecko.models.gecko import ActivationCheckpointing
+from gecko.models.gecko import ActivationCheckpointing, Gecko
 from gecko.parallel.sharding import shard_model
-from gecko.runtime.tensors import to_device
+from gecko.train.capture import CapturedGradients
 from gecko.train.model import compile_block
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
@@ -33,8 +31,8 @@ LLAMA_HEAD = 64
 LLAMA = "Llama, SDPA flash"
 CAPTURED_STEP = "captured"
 """Form of a step whose forward and backward are one graph."""
-Gradients = Callable[[], Tensor]
-"""Computes gradients in the place of the last ones, and returns the loss."""
+Gradients = Callable[[BatchPart], Tensor]
+"""Computes gradients of a batch in the place of the last ones, and returns the loss."""
 
 
 def equal_llama(config: GeckoConfig) -> LlamaConfig:
@@ -75,20 +73,30 @@ class Steps:
         """Make a whole step."""
         Step(self.model, self.optimizer, 1.0, "bfloat16").start([self.part], 1e-4).wait()
 
-    def gradients(self) -> Tensor:
+    def gradients(self, part: BatchPart | None = None) -> Tensor:
         """Compute gradients in the place of the last ones, and return the loss."""
         self.model.zero_grad(set_to_none=False)
-        return compute_gradients(self.model, [self.part], "bfloat16")
+        return compute_gradients(self.model, [part or self.part], "bfloat16")
 
-    def step(self, gradients: Gradients) -> Tensor:
+    def batches(self) -> Iterator[BatchPart]:
+        """Yield two batches in turn, of 2 and 3 documents a row, but for a Llama."""
+        tokens, found = self.part.tokens, []
+        for documents in (2, 3):
+            ids = torch.arange(tokens.shape[1]).mul(documents if isinstance(self.model, Gecko) else 0)
+            ids, rolled = ids.div(tokens.shape[1], rounding_mode="floor"), tokens.roll(documents, 1)
+            found.append(BatchPart(rolled, rolled.roll(-1, 1), ids.expand(tokens.shape), self.part.weight))
+        return cycle(found)
+
+    def step(self, gradients: Gradients, part: BatchPart) -> Tensor:
         """Make a step whose gradients are computed so; return the loss before it."""
-        loss = gradients()
+        loss = gradients(part)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return loss
 
-    def losses(self, gradients: Gradients, number: int) -> Tensor:
-        return torch.stack([self.step(gradients).detach().clone() for _ in range(number)])
+    def losses(self, gradients: Gradients, number: int, batches: Iterator[BatchPart] | None = None) -> Tensor:
+        given = batches or repeat(self.part)
+        return torch.stack([self.step(gradients, next(given)).detach().clone() for _ in range(number)])
 
 
 # ---- Speed and memory
@@ -123,59 +131,22 @@ def _row(
 
 
 def train_captured(name: str, config: ModelConfig, rows: int, length: int, bench: Bench, number: int) -> Iterator[Row]:
-    """Compare the losses of steps whose forward and backward are one graph with those of eager steps, and time them."""
+    """Compare the losses of steps whose forward and backward are a graph with those of eager steps, and time them.
+
+    Two batches take turns, of other tokens and, but for a Llama, other documents. On a CPU nothing is captured.
+    """
     eager = Steps.of(config, rows, length, bench)
-    wanted = eager.losses(eager.gradients, number)
+    wanted = eager.losses(eager.gradients, number, eager.batches())
     del eager
     bench.settle()
     steps = Steps.of(config, rows, length, bench)
-    gradients = captured(steps, bench)
-    apart = float((steps.losses(gradients, number) - wanted).abs().max())
+    graphs = CapturedGradients(steps.model, "bfloat16") if bench.is_card else None
+    gradients = steps.gradients if graphs is None else lambda part: graphs([part])
+    apart = float((steps.losses(gradients, number, steps.batches()) - wanted).abs().max())
     yield noted(f"{name}: largest difference of {number} losses, captured and eager", apart, "nats")
-    seconds = bench.seconds(lambda: steps.step(gradients)).seconds
+    batches = steps.batches()
+    seconds = bench.seconds(lambda: steps.step(gradients, next(batches))).seconds
     yield _row(name, config, rows, length, bench, seconds, "none", CAPTURED_STEP)
-
-
-def captured(steps: Steps, bench: Bench) -> Gradients:
-    """Return a function that computes gradients by one graph of forward and backward, and returns the loss.
-
-    What the host copies to the device, layouts of documents that do not change, is copied once before. On a CPU nothing
-    is captured.
-    """
-    steps.gradients()  # allocates the gradients
-    if not bench.is_card:
-        return steps.gradients
-    stream, graph, copied = torch.cuda.Stream(), torch.cuda.CUDAGraph(), list[Tensor]()
-
-    def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
-        copied.append(to_device(tensor, device))
-        return copied[-1]
-
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        steps.gradients()
-        with _copying_by(copy):
-            steps.gradients()
-    torch.cuda.current_stream().wait_stream(stream)
-    again = iter(copied)
-    with _copying_by(lambda *_: next(again)), torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        loss = steps.gradients()
-
-    def replay(_: list[Tensor] = copied) -> Tensor:  # the graph reads the copies, so they must stay
-        graph.replay()
-        return loss
-
-    return replay
-
-
-@contextmanager
-def _copying_by(copy: Callable[..., Tensor]) -> Iterator[None]:
-    """Within the context, the package copies to the device by ``copy``."""
-    modules = [x for name, x in list(sys.modules.items()) if name.startswith("gecko.") and hasattr(x, "to_device")]
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(patch.object(module, "to_device", copy))
-        yield
 
 
 # ---- Single questions

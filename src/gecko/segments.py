@@ -144,6 +144,8 @@ class Segments:
     keeps_state: bool = True
     """Whether the state after the call is used. If not, operators may return any state of the right shapes."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    builders: dict[Hashable, Callable[[Segments], Any]] = field(default_factory=dict, repr=False, compare=False)
+    """What ``shared`` was given so far, in order."""
 
     @classmethod
     def build(
@@ -210,21 +212,19 @@ class Segments:
         of earlier calls are counted in the state."""
         if self.starts is None:
             return torch.arange(1, self.length + 1, device=self.device).expand(self.batch, -1)
-        begin = np.where(self.starts, np.arange(self.length), 0)
-        steps = np.arange(1, self.length + 1) - np.maximum.accumulate(begin, axis=1)
-        return to_device(torch.from_numpy(steps), self.device)
+        return self.shared("steps in document", _steps_in_document)
 
     @cached_property
     def continues(self) -> Tensor:
         """(batch, length) bool: the document of the token started before this call."""
         if self.starts is None:
             return torch.ones(self.batch, self.length, dtype=torch.bool, device=self.device)
-        return to_device(torch.from_numpy(~np.maximum.accumulate(self.starts, axis=1)), self.device)
+        return self.shared("continues", _continues)
 
     @cached_property
     def start_flags(self) -> Tensor | None:
         """``starts`` as uint8 on the device."""
-        return None if self.starts is None else to_device(torch.from_numpy(self.starts.astype(np.uint8)), self.device)
+        return None if self.starts is None else self.shared("start flags", _start_flags)
 
     @property
     def spans(self) -> list[DocumentSpan]:
@@ -241,15 +241,28 @@ class Segments:
                 runs.append(DocumentSpan(row, begin, end - begin, not starts[begin]))
         return runs
 
-    def shared(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the result of ``build``, which runs once for all layers of this call."""
+    def shared(self, key: Hashable, build: Callable[[Segments], T]) -> T:
+        """Return ``build(self)``, which runs once for all layers of this call. It must hold no tensors: a captured step
+        runs it again for the documents of other batches."""
+        if key not in self._shared:
+            self._shared[key] = build(self)
+            self.builders[key] = build
+        return self._shared[key]
+
+    def once(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return the result of ``build``, which runs once for all layers and depends on no documents."""
         if key not in self._shared:
             self._shared[key] = build()
         return self._shared[key]
 
     def initial(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return an empty state. All layers share it if the state after the call, which may hold it, is not used."""
-        return build() if self.keeps_state else self.shared(key, build)
+        return build() if self.keeps_state else self.once(key, build)
+
+    def unread(self) -> Segments:
+        """Return this layout with what was built for it and without its documents, which raise RuntimeError if read."""
+        starts: Any = None if self.starts is None else _Unread()
+        return replace(self, starts=starts, _shared={key: self._shared[key] for key in self.builders}, builders={})
 
     def select(self, rows: list[int]) -> Segments:
         """Return the layout of the given rows alone."""
@@ -265,13 +278,45 @@ class Segments:
         return replace(
             self, length=end - begin, starts=None if self.starts is None else self.starts[:, begin:end],
             clock=replace(self.clock, position=self.clock.position + begin, document_start=start),
-            at_start=self.at_start and begin == 0, _shared={},
+            at_start=self.at_start and begin == 0, _shared={}, builders={},
         )  # fmt: skip
 
     def unpadded(self) -> Segments:
         """Return this layout without the padding at its end; all rows must have the same length."""
         assert self.ends is not None, "there must be padding"
         return replace(self, length=int(self.ends[0]), ends=None)
+
+
+class _Unread:
+    """In the place of ``Segments.starts``: everything that reads it fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("documents are read outside of what Segments.shared builds, which a captured step cannot do")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.shape
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.shape
+
+    __bool__ = __len__ = __iter__ = __invert__ = __array__
+
+
+def _steps_in_document(segments: Segments) -> Tensor:
+    assert segments.starts is not None
+    begin = np.where(segments.starts, np.arange(segments.length), 0)
+    steps = np.arange(1, segments.length + 1) - np.maximum.accumulate(begin, axis=1)
+    return to_device(torch.from_numpy(steps), segments.device)
+
+
+def _continues(segments: Segments) -> Tensor:
+    assert segments.starts is not None
+    return to_device(torch.from_numpy(~np.maximum.accumulate(segments.starts, axis=1)), segments.device)
+
+
+def _start_flags(segments: Segments) -> Tensor:
+    assert segments.starts is not None
+    return to_device(torch.from_numpy(segments.starts.astype(np.uint8)), segments.device)
 
 
 def _padding(lengths: Tensor, batch: int, length: int) -> Tensor | None:

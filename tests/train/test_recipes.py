@@ -245,6 +245,19 @@ def test_a_recipe_with_old_field_names_keeps_its_command(tmp_path: Path) -> None
     assert get_recipe(str(tmp_path / "recipe.json")) == run
 
 
+@pytest.mark.parametrize(
+    ("override", "needed"),
+    [("compile=true", "compile=false"), ("precision=float8", "precision=bfloat16"),
+     ("data.carry_state=true", "data.carry_state=false"), ("parallel.context=2", "parallel.context=1")],
+)  # fmt: skip
+def test_a_step_that_cannot_be_captured_is_refused(override: str, needed: str) -> None:
+    run = apply_overrides(get_recipe("tiny"), ["capture=true"])
+    with pytest.raises(ValueError, match=f"capture=true .* takes {needed}.*capture=false"):
+        apply_overrides(run, [override])
+    with pytest.raises(ValueError, match="a model that is a Gecko"):
+        replace(run, model=get_recipe("llama2_7b").model)
+
+
 def test_roles_of_settings() -> None:
     """What is kept on resume decides which rows a step reads; what is free in a comparison is not compared."""
     names = list(flatten(get_recipe("tiny").to_dict()))
@@ -255,7 +268,7 @@ def test_roles_of_settings() -> None:
     assert not fixed & {"steps", "optimizer.learning_rate", "schedule.kind", "precision", "parallel.shard", "device"}
     assert free - neutral == model | {"optimizer.name", "optimizer.learning_rate"}
     assert neutral - free == {
-        "gradient_accumulation_steps", "compile", "parallel.replicate", "parallel.shard", "parallel.context",
+        "gradient_accumulation_steps", "compile", "capture", "parallel.replicate", "parallel.shard", "parallel.context",
         "evaluation.every", "max_skips", "device", "threads",
     }  # fmt: skip
     assert {"seed", "minutes", "checkpoint.every", "sample.prompt", "output"} <= free & neutral

@@ -56,7 +56,7 @@ class CEMA(nn.Module):
         size, dtype = x.shape[-1], compute_dtype(x)
         skip: Tensor | None = self.omega
         if skip is None:
-            skip = segments.shared(("ones", size, dtype, x.device), lambda: x.new_ones(size, dtype=dtype))
+            skip = segments.once(("ones", size, dtype, x.device), lambda: x.new_ones(size, dtype=dtype))
         return cema(x, self.coefficients(), before.wait(), segments=segments, skip=skip)
 
     def coefficients(self) -> CEMACoefficients:

@@ -267,7 +267,8 @@ class GatedAttention(nn.Module):
         if read is not None and self.memory_factor is not None:
             read = read * self.memory_factor.view(-1, 1, 1).to(read.dtype)
         if read is not None and gates.memory is not None:
-            share = by_head(gates.memory.sigmoid(), config.num_heads) * self._readable(segments)
+            share = by_head(gates.memory.sigmoid(), config.num_heads)
+            share = share * segments.shared(("readable", config.chunk_size), partial(_readable, config.chunk_size))
             share = share.repeat_interleave(config.value_head_dim // config.memory_gate_channels, -1).to(read.dtype)
             attended, read = attended + share * (read - attended), None
         elif read is not None and config.gate != "attention":
@@ -282,18 +283,18 @@ class GatedAttention(nn.Module):
             attended = attended * F.softplus(by_head(gate, config.num_heads), beta=math.log(2))
         return (attended if read is None else attended + read).transpose(1, 2).flatten(2)
 
-    def _readable(self, segments: Segments) -> Tensor:
-        """Return whether the memory holds tokens of the document of each token, (B, 1, T, 1)."""
-        chunk = self.config.chunk_size
-        position = segments.clock.position[:, None] + torch.arange(segments.length, device="cpu")
-        holds = segments.document_starts < (position // chunk - 1) * chunk
-        return to_device(holds, segments.device)[:, None, :, None]
-
     def attend(
         self, projections: tuple[Tensor, ...], v: Tensor, state: AttentionState | None, segments: Segments
     ) -> tuple[Tensor, AttentionState]:
         """Return attention of the first two ``projections``, (B, H, T, value_head_dim), and its state."""
         return chunk_attention(projections[0], projections[1], v, self.pattern, state=state, segments=segments)
+
+
+def _readable(chunk: int, segments: Segments) -> Tensor:
+    """Return whether the memory holds tokens of the document of each token, (B, 1, T, 1)."""
+    position = segments.clock.position[:, None] + torch.arange(segments.length, device="cpu")
+    holds = segments.document_starts < (position // chunk - 1) * chunk
+    return to_device(holds, segments.device)[:, None, :, None]
 
 
 def project_onto(terms: Terms, x: Tensor, *layers: nn.Linear) -> tuple[Terms, tuple[Tensor, ...]]:

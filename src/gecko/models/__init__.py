@@ -26,7 +26,7 @@ __all__ = [
 ModelConfig = GeckoConfig | LlamaConfig
 LanguageModel = Gecko | Llama
 """Model of any architecture. Training uses ``config``, ``blocks``, ``activation_checkpointing``, ``sharded``,
-``float32_layers``, ``loss``, ``token_losses`` and ``save``."""
+``float32_layers``, ``loss``, ``loss_of_layout``, ``token_losses`` and ``save``."""
 
 CONFIGS: dict[str, type[ModelConfig]] = {GECKO: GeckoConfig, LLAMA: LlamaConfig}
 """Config class by ``model_type``."""

@@ -126,6 +126,12 @@ class Gecko(nn.Module):
         """
         return self._loss(tokens, targets, segment_ids, None, context, keeps_state=False)[0]
 
+    def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
+        """Return ``loss`` for targets that ``trained_targets`` returned and a layout of the call that keeps no state.
+        The host reads and copies nothing of a batch that ``segments`` has not built."""
+        hidden, _ = self._through_blocks(self._embed(tokens), None, segments)
+        return self._mean_loss(hidden, targets)
+
     def loss_and_state(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState,
         context: Context | None = None,
@@ -141,8 +147,11 @@ class Gecko(nn.Module):
         context: Context | None, keeps_state: bool = True,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context, keeps_state)
-        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
+        loss = self._mean_loss(hidden, targets)
         return loss if context is None else context.mean(loss, (targets != IGNORED).sum()), state
+
+    def _mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
 
     @torch.no_grad()
     def token_losses(
@@ -237,7 +246,8 @@ class Gecko(nn.Module):
         x, norm = self.final_norm(x, None if before is None else before.final_norm, segments)
         unchecked = self.sharded or torch.is_grad_enabled() or torch.compiler.is_exporting()
         model = state.model if state is not None else "" if unchecked else self.fingerprint()
-        return x, GeckoState(self.config, model, segments.end, tuple(mixers), norm)
+        clock = segments.end if segments.keeps_state else segments.clock
+        return x, GeckoState(self.config, model, clock, tuple(mixers), norm)
 
     def empty_state(self, batch: int = 1) -> GeckoState:
         """Return the initial state for this model's weights."""
@@ -344,7 +354,8 @@ def run_block(
         return block(*inputs, **options)
     kept = _keep_projections if mode == "selective" else noop_context_fn
     kept = kept if exchange is None else exchange.keeping(kept)
-    return checkpoint(block, *inputs, use_reentrant=False, context_fn=kept, **options)
+    # No block draws random numbers, and a captured step cannot read the generator's state.
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **options)
 
 
 _keep_projections = partial(

@@ -181,6 +181,11 @@ class Llama(nn.Module):
         hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
         return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), z_loss=self.z_loss)
 
+    def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
+        """Return ``loss`` as ``Gecko.loss_of_layout`` does, for rows of one document each."""
+        hidden = self._of_layout(tokens, segments)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), z_loss=self.z_loss)
+
     @torch.no_grad()
     def token_losses(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
@@ -193,9 +198,16 @@ class Llama(nn.Module):
     def hidden(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         """Return the input of the head, (B, T, D). Arguments are those of ``forward``."""
         check_tokens("tokens", tokens, self.config.vocab_size)
-        segments = Segments.build(*tokens.shape, segment_ids=segment_ids, device=tokens.device)
-        positions = torch.arange(tokens.shape[1], device="cpu") - segments.document_starts
-        return self._through_blocks(tokens, positions, documents=_Documents(segments))
+        return self._of_layout(tokens, Segments.build(*tokens.shape, segment_ids=segment_ids, device=tokens.device))
+
+    def _of_layout(self, tokens: Tensor, segments: Segments) -> Tensor:
+        x = self.model.embed_tokens(tokens.long())
+        rotation = segments.shared("rotation", partial(self._rotation_of, dtype=x.dtype))
+        return self._through_blocks(x, rotation, documents=_Documents(segments))
+
+    def _rotation_of(self, segments: Segments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(segments.length, device="cpu") - segments.document_starts
+        return self._rotation(positions, dtype, segments.device)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, before: KeyValues | None = None) -> tuple[Tensor, KeyValues]:
@@ -207,7 +219,8 @@ class Llama(nn.Module):
         cache = _Appending(before)
         # The number of keys grows with every call, and a compiled block would recompile for each.
         with torch.compiler.set_stance("force_eager"):
-            hidden = self._through_blocks(tokens, positions, cache)
+            x = self.model.embed_tokens(tokens.long())
+            hidden = self._through_blocks(x, self._rotation(positions, x.dtype, x.device), cache)
         return hidden, KeyValues(tuple(cache.after))
 
     def save(self, folder: str | Path) -> None:
@@ -222,13 +235,16 @@ class Llama(nn.Module):
         check_tokens("targets", targets, self.config.vocab_size, ignored=True)
         return self.hidden(tokens, segment_ids), trained_targets(tokens, targets, segment_ids)
 
-    def _through_blocks(self, tokens: Tensor, positions: Tensor, cache: Any = None, **options: Any) -> Tensor:
+    def _rotation(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the angles of ``positions`` (B, T)."""
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        x = self.model.embed_tokens(tokens.long())
-        embedding = LlamaRotaryEmbedding(self.model.config)
-        embedding.inv_freq = to_device(embedding.inv_freq, x.device)
-        rotation = embedding(x, to_device(positions, x.device))
+        embedding: Any = LlamaRotaryEmbedding(self.model.config)
+        embedding.inv_freq = to_device(embedding.inv_freq, device)
+        cosines, sines = embedding(torch.empty(0, dtype=dtype, device=device), to_device(positions, device))
+        return cosines, sines
+
+    def _through_blocks(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Any = None, **options: Any) -> Tensor:
         for block in self.blocks:
             # By position: the name of the cache differs between versions of transformers. The others are mask and ids.
             inputs = (x, None, None, cache)

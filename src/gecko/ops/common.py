@@ -129,7 +129,7 @@ def common_chunk_offset(segments: Segments, period: int) -> int | None:
         offsets = set((segments.clock.position % period).tolist())
         return offsets.pop() if len(offsets) == 1 else None
 
-    return segments.shared(("chunk offset", period), find)
+    return segments.once(("chunk offset", period), find)
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:

@@ -56,7 +56,7 @@ class ScanPlan:
     def of(cls, segments: Segments) -> ScanPlan:
         """Return the plan of a call. It is computed once for all layers."""
         form = cls.of_rows if segments.starts is None else cls.of_documents
-        return segments.shared("scan", lambda: form(segments))
+        return segments.shared("scan", form)
 
     @classmethod
     def of_rows(cls, segments: Segments) -> ScanPlan:

@@ -62,8 +62,12 @@ def _steps_in_document(segments: Segments, most: int) -> Tensor | None:
     read = segments.clock.position - segments.clock.document_start
     if segments.starts is None and not torch.compiler.is_exporting() and bool((read >= most).all()):
         return None
-    position = segments.clock.position[:, None] + torch.arange(segments.length, device="cpu")
-    return to_device((position - segments.document_starts + 1).clamp(max=most + 1), segments.device)
+
+    def build(given: Segments) -> Tensor:
+        position = given.clock.position[:, None] + torch.arange(given.length, device="cpu")
+        return to_device((position - given.document_starts + 1).clamp(max=most + 1), given.device)
+
+    return segments.shared(("steps in document", most), build)
 
 
 def short_convolution_reference(x: Tensor, taps: Tensor, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:

@@ -66,11 +66,29 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor of the host on ``device``; the host does not wait for work that the device has queued.
 
     For CUDA the copy starts from pinned memory: the driver may wait for the device before it reads other memory.
+
+    Raises:
+        RuntimeError: within ``without_copies``.
     """
+    if _COPIES_FORBIDDEN and tensor.device.type == "cpu":
+        raise RuntimeError("a captured step would copy what the host computed for one batch, and repeat it for others")
     device = torch.device(device)
     if device.type == "cuda" and tensor.device.type == "cpu" and torch.cuda.is_available():
         tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+_COPIES_FORBIDDEN: list[None] = []
+
+
+@contextmanager
+def without_copies() -> Iterator[None]:
+    """Context in which ``to_device`` refuses tensors of the host, in all threads: also those of a backward pass."""
+    _COPIES_FORBIDDEN.append(None)
+    try:
+        yield
+    finally:
+        _COPIES_FORBIDDEN.pop()
 
 
 class HostCopy:

@@ -16,6 +16,7 @@ from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel
 from gecko.ops.backends import cpu as native
 from gecko.parallel.mesh import Ranks
+from gecko.train.capture import CapturedGradients
 from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.optimizer import build_optimizer
@@ -202,7 +203,9 @@ def _step_seconds(
     If a step takes longer than ``limit``, estimate it from one row: measuring it would use up the time for training.
     """
     device, full = next(model.parameters()).device, run.schedule.first_full_step
-    step = Step(model, build_optimizer(model, run.optimizer), run.optimizer.clip, run.precision, ranks=ranks)
+    captured = CapturedGradients(model, run.precision) if run.capture else None
+    optimizer = build_optimizer(model, run.optimizer)
+    step = Step(model, optimizer, run.optimizer.clip, run.precision, ranks=ranks, captured=captured)
 
     def step_of(batch: Batch, parts: int) -> None:
         step.start(split_batch(batch, parts, device, ranks), learning_rate=0.0).wait()

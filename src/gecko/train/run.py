@@ -97,6 +97,10 @@ class Run:
     ``selective``: keep the outputs of its linear layers and recompute the rest."""
     compile: Annotated[bool, Role.NEUTRAL] = False
     """Compile each block with ``torch.compile``; requires activation checkpointing ``none`` or ``full``."""
+    capture: Annotated[bool, Role.NEUTRAL] = False
+    """Capture loss and gradients of each shape of a batch as a CUDA graph, and repeat it in later steps.
+    For a Gecko in one process on one GPU. Numbers stay the same; short steps wait less for the host, and need more
+    memory."""
     parallel: Annotated[ParallelSettings, Role.NEUTRAL] = field(default_factory=ParallelSettings)
     init_from: str | None = None
     """Model folder, run or checkpoint whose weights the run starts from, with a new optimizer (fine-tuning)."""
@@ -243,6 +247,8 @@ class Run:
             raise ValueError(f"seed must be a whole number of 64 bits, from 0 to 2**64 - 1; got {self.seed}.")
 
     def _check_parallel(self) -> None:
+        if self.capture:
+            self._check_capture()
         if self.compile and self.activation_checkpointing == "selective":
             raise ValueError(
                 "compile=true takes activation_checkpointing=none or full: PyTorch cannot recompute parts of a block "
@@ -252,6 +258,18 @@ class Run:
             self._check_context(self.parallel.context)
         if self.parallel.shard is not None:
             self.rows_per_rank(self.parallel.replicate * self.parallel.shard)
+
+    def _check_capture(self) -> None:
+        unfit = {
+            "compile=false": self.compile, "precision=bfloat16": self.precision.startswith("float8"),
+            "parallel.context=1": self.parallel.context > 1, "data.carry_state=false": self.data.carry_state,
+            "a model that is a Gecko": self.model.chunk_size is None,
+        }  # fmt: skip
+        if needed := [setting for setting, is_unfit in unfit.items() if is_unfit]:
+            raise ValueError(
+                f"capture=true repeats the launches of one step in others, and takes {' and '.join(needed)}. "
+                "Try that, or capture=false."
+            )
 
     def _check_warmups(self) -> None:
         """Raise ValueError unless batch size and sequence length are reached by doubling and fit other settings."""

@@ -25,6 +25,7 @@ from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import keep_freed_memory
 from gecko.train import prepare
 from gecko.train.budget import RunClock, measured
+from gecko.train.capture import check_capture
 from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.content import TrainerState, restore_snapshot, write_recipe, write_tokenizer
 from gecko.train.checkpoints.node_copies import NodeCopies
@@ -123,6 +124,8 @@ def _check_same_texts(start: Beginning, data: RunData, console: Console) -> None
 def _set_up(run: Run, process: Process) -> None:
     ranks, console = process.ranks, process.console
     check_float8(run.precision, process.device)
+    if run.capture:
+        check_capture(process.device, ranks.world)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)

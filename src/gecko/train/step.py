@@ -306,12 +306,17 @@ def compute_gradients(
         with autocast(precision, part.tokens.device):
             given = part.tokens, part.targets, part.segment_ids, part.context
             mean = model.loss(*given) if carried is None else carried.loss(number, *given)
-            loss = mean * part.weight.to(mean.dtype)
-        # FSDP averages gradients over the ranks. The factor turns the average into the sum, which is the gradient.
-        torch.autograd.backward(loss * ranks.world)
-        total += loss.detach()
+        total += add_gradients(mean, part.weight, ranks.world)
     # Ranks that share rows have the same loss.
     return ranks.sum_on_device(total) / ranks.sizes.context
+
+
+def add_gradients(mean: Tensor, weight: Tensor, world: int = 1) -> Tensor:
+    """Add the gradients of ``weight`` times the mean loss of a part to the parameters' ``grad``; return the product."""
+    loss = mean * weight.to(mean.dtype)
+    # FSDP averages gradients over the ranks. The factor turns the average into the sum, which is the gradient.
+    torch.autograd.backward(loss * world)
+    return loss.detach()
 
 
 def _clip(model: nn.Module, clip: float, ranks: Ranks) -> Tensor:
@@ -335,12 +340,17 @@ class Step:
     """If it skips a step, parameters and optimizer do not change. None: steps that are not finite are skipped."""
     ranks: Ranks = ALONE
     carried: CarriedState | None = None
+    captured: Callable[[Sequence[BatchPart]], Tensor] | None = None
+    """Computes loss and gradients in the place of ``compute_gradients``, by captured graphs."""
 
     def start(self, parts: Sequence[BatchPart], learning_rate: float) -> StartedStep:
         """Start the step on a batch; the host waits for nothing."""
         rule = self.rule or SpikeRule(SkipSettings(deviations=None), device=parts[0].tokens.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = compute_gradients(self.model, parts, self.precision, self.ranks, self.carried)
+        if self.captured is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = compute_gradients(self.model, parts, self.precision, self.ranks, self.carried)
+        else:
+            loss = self.captured(parts)
         grad_norm = _clip(self.model, self.clip, self.ranks)
         verdict = rule.judge(loss, grad_norm)
         set_learning_rate(self.optimizer, learning_rate)

@@ -23,6 +23,7 @@ from gecko.runtime.process import SteadyCollection
 from gecko.runtime.tensors import memory_gib
 from gecko.state import GeckoState
 from gecko.train.budget import RunClock
+from gecko.train.capture import CapturedGradients
 from gecko.train.checkpoints.checkpointer import Checkpointer
 from gecko.train.checkpoints.content import TrainerState
 from gecko.train.checkpoints.folders import set_aside
@@ -94,7 +95,8 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
         common = self.model, self.optimizer, run.optimizer.clip, run.precision
-        self._optimizer_step = Step(*common, self._spikes, self.ranks, self.carried)
+        captured = CapturedGradients(self.model, run.precision) if run.capture else None
+        self._optimizer_step = Step(*common, self._spikes, self.ranks, self.carried, captured)
         self._flags = DelayedSum(self.ranks)
         self._pending: _InFlight | None = None
         self._mark: float | None = None

@@ -11,7 +11,7 @@ from kernels.agreement import is_well_registered, normal
 from kernels.recording import take_kernels
 from support import cases, laws
 
-from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, triton_coefficients
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, triton_coefficients, varlen_tiles
 from gecko.ops.cema.varlen_tiles import VarlenTilePlan
 from gecko.segments import Segments
 
@@ -117,6 +117,15 @@ def test_cema_refuses_more_modes_than_fit_by_taking_the_chunked_form():
     y, _ = cema(x, coefficients, state, segments=segments)
     expected, _ = cema_reference(x, coefficients, state, segments)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plan_with_room_for_more_documents_computes_the_same_numbers(monkeypatch):
+    given = _call(5, 3, 80, torch.float32)
+    found = _read(cema, *given)
+    assert len(VarlenTilePlan.of(given[-1]).forwards.kind) > 16 * VarlenTilePlan.of(given[-1]).forwards.tiles[-1]
+    monkeypatch.setattr(varlen_tiles, "_capacity", lambda tiles, *_: tiles)
+    exact = _read(cema, *_call(5, 3, 80, torch.float32))
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
 
 
 def _op_arguments(length: int = 40) -> tuple[object, ...]:

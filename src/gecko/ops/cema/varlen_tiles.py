@@ -34,7 +34,8 @@ FRESH, CONTINUES, PASSES = 0, 1, 2
 
 @dataclass(frozen=True)
 class VarlenTiles:
-    """Items of all rows in processing order. The items of each row are padded at the front to whole tiles."""
+    """Items of all rows in processing order. The items of each row are padded at the front to whole tiles; the tensors
+    of items go on after the last one (``_capacity``)."""
 
     first: Tensor
     """(items,) int64: flat index of the first token of the item's unit."""
@@ -66,7 +67,7 @@ class VarlenTilePlan:
     @classmethod
     def of(cls, segments: Segments) -> VarlenTilePlan:
         """Return the plan of a call of at least ``FEWEST`` tokens. It is computed once for all layers."""
-        return segments.shared("cema items", lambda: cls.build(segments))
+        return segments.shared("cema items", cls.build)
 
     @classmethod
     def build(cls, segments: Segments) -> VarlenTilePlan:
@@ -80,8 +81,8 @@ class VarlenTilePlan:
         return cls(
             head, _part(segments, head) if head else None, unit,
             to_device(torch.from_numpy(~starts[:, 0]), segments.device),
-            _items(rows, segments.device),
-            _items([_reversed(row) for row in rows], segments.device),
+            _items(rows, length // unit, segments.device),
+            _items([_reversed(row) for row in rows], length // unit, segments.device),
         )  # fmt: skip
 
 
@@ -118,14 +119,21 @@ def _reversed(row: np.ndarray) -> np.ndarray:
     return np.stack([first, begin, end, handed])
 
 
-def _items(rows: list[np.ndarray], device: torch.device) -> VarlenTiles:
+def _capacity(tiles: int, rows: int, units: int) -> int:
+    """Return the tiles of a plan with its padding at the end, which no kernel reads. Most batches of a shape get the
+    same number, so that one captured step serves them."""
+    return max(2 * rows * -(-units // ITEMS), 1 << (tiles - 1).bit_length())
+
+
+def _items(rows: list[np.ndarray], units: int, device: torch.device) -> VarlenTiles:
     filled = []
     for row in rows:
         nothing = np.zeros((4, -row.shape[1] % ITEMS), dtype=row.dtype)
         nothing[3] = PASSES
         filled.append(np.concatenate([nothing, row], axis=1))
     tiles = np.cumsum([0, *(row.shape[1] // ITEMS for row in filled)])
-    first, begin, end, kind = np.concatenate(filled, axis=1)
+    unread = _capacity(int(tiles[-1]), len(rows), units) - int(tiles[-1])
+    first, begin, end, kind = np.pad(np.concatenate(filled, axis=1), ((0, 0), (0, unread * ITEMS)))
 
     def on_device(array: np.ndarray, dtype: type[np.signedinteger]) -> Tensor:
         return to_device(torch.from_numpy(np.ascontiguousarray(array, dtype)), device)

@@ -8,6 +8,7 @@ the values. The backward pass computes the weights again: keeping them would cos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,14 +153,15 @@ def chunk_attention_chunked(
     empty = chunks * chunk - phase - length
 
     before_keys, before_values = (in_order(x, ring_start, 2 * chunk) for x in (state.keys, state.values))
-    phases = segments.shared(("phases", pattern, q.dtype), lambda: pattern.phases(q, place))
+    phases = segments.once(("phases", pattern, q.dtype), lambda: pattern.phases(q, place))
     unseen = 2 * chunk - pattern.lookback * chunk - phase
     queries, keys = (rotate(x, phases, pattern.turned(x.shape[1])) for x in (q, k))
     # The state may have a wider dtype than the values of a bfloat16 model, and a narrower one than the keys.
     before_keys, before_values = before_keys.to(k.dtype), before_values.to(v.dtype)
     keys = torch.cat([before_keys[:, :, unseen:], keys], dim=2)
     values = torch.cat([before_values[:, :, unseen:], v], dim=2)
-    table, entry = segments.shared(("bias", pattern, q.dtype), lambda: _bias(pattern, segments, phase, chunks, q.dtype))
+    bias = partial(_bias, pattern, phase=phase, chunks=chunks, dtype=q.dtype)
+    table, entry = segments.shared(("bias", pattern, q.dtype), bias)
     held, windows, laid = (
         slice(phase, phase + length),
         _windows(padded(keys, 0, empty), pattern),
@@ -318,7 +320,8 @@ def chunk_attention_step(
     For keys of its own chunk, the query is rotated by its place in the chunk; for those of the other half, by c more.
     """
     q, k, v = inputs
-    token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), lambda: _AttentionToken.of(pattern, segments, q))
+    build = partial(_AttentionToken.of, pattern, width=q.shape[-1], dtype=q.dtype)
+    token = segments.shared(("token", pattern, q.dtype, q.shape[-1]), build)
     turned_key = rotate(k, token.key_phases, pattern.turned(k.shape[1]))
     keys = state.keys.to(q.dtype).scatter(2, token.slot.expand_as(k), turned_key)
     values = state.values.to(v.dtype).scatter(2, token.slot.expand_as(v), v)
@@ -344,18 +347,17 @@ class _AttentionToken:
     """(B, 1, 2c): 0 for slots of the ring that the query sees, else −∞."""
 
     @classmethod
-    def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> _AttentionToken:
-        chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
+    def of(cls, pattern: Pattern, segments: Segments, width: int, dtype: torch.dtype) -> _AttentionToken:
+        chunk, position, device = pattern.chunk_size, segments.clock.position.unsqueeze(1), segments.device
         place, own_half = position % chunk, position // chunk % 2
         turns = place + chunk * (torch.arange(2, device="cpu") != own_half)
         key_phases, query_phases = (
-            rotary_phases(positions, pattern.frequencies(q.shape[-1]), q.dtype, q.device)[:, None]
-            for positions in (place, turns)
+            rotary_phases(positions, pattern.frequencies(width), dtype, device)[:, None] for positions in (place, turns)
         )
-        slot = (position % (2 * chunk)).to(q.device).view(-1, 1, 1, 1)
+        slot = (position % (2 * chunk)).to(device).view(-1, 1, 1, 1)
         unseen = ~_visible(pattern, segments)
-        bias = torch.zeros(unseen.shape, dtype=q.dtype, device="cpu").masked_fill_(unseen, -torch.inf)
-        return cls(slot, key_phases, query_phases, bias.to(q.device).unsqueeze(1))
+        bias = torch.zeros(unseen.shape, dtype=dtype, device="cpu").masked_fill_(unseen, -torch.inf)
+        return cls(slot, key_phases, query_phases, bias.to(device).unsqueeze(1))
 
 
 def _visible(pattern: Pattern, segments: Segments) -> Tensor:

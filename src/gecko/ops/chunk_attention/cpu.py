@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ def chunk_attention_cpu(
     given_k, given_v = (
         torch.cat([old[:, :, size - phase :], new], 2) if phase else new for old, new in ((keys, k), (values, v))
     )
-    turns = segments.shared(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
-    first = segments.shared(("first", pattern), lambda: _first(pattern, segments))
+    turns = segments.once(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
+    first = segments.shared(("first", pattern), partial(_first, pattern))
     given = (*(x.contiguous() for x in (q, given_k, given_v, *before)), turns, first)
     rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * CPU_KERNEL_WIDTH) == 0
     log_sums: Tensor | None
@@ -54,7 +55,7 @@ def chunk_attention_cpu(
 
     kept = slice(max(0, length - size), length)
     place = torch.arange(phase + kept.start, phase + length, device="cpu") % pattern.chunk_size
-    phases = segments.shared(("recent", pattern, q.shape[-1]), lambda: pattern.phases(k, place))
+    phases = segments.once(("recent", pattern, q.shape[-1]), lambda: pattern.phases(k, place))
     turned, end = rotate(k[:, :, kept], phases, pattern.turned(k.shape[1])), ring_start + length
     ring_keys, ring_values = ring_after(keys, turned, end, size), ring_after(values, v[:, :, kept], end, size)
     return out, log_sums, AttentionState(ring_keys, ring_values)

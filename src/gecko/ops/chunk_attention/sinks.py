@@ -8,6 +8,7 @@ and scores s_j of the sinks outside it,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gecko.ops.chunk_attention.chunked import Pattern, SinkTokens
 from gecko.ops.common import compute_dtype
-from gecko.ops.rotary import rotate
+from gecko.ops.rotary import rotary_phases, rotate
 from gecko.runtime.tensors import to_device
 from gecko.segments import ContextExchange, Segments
 
@@ -33,16 +34,16 @@ class SinkPlaces(NamedTuple):
     """Whether any query sees a sink."""
 
     @classmethod
-    def of(cls, pattern: Pattern, segments: Segments, q: Tensor) -> SinkPlaces:
+    def of(cls, pattern: Pattern, segments: Segments, width: int, dtype: torch.dtype) -> SinkPlaces:
         start, chunk = segments.document_starts, pattern.chunk_size
         position = segments.clock.position[:, None] + torch.arange(segments.length, device="cpu")
         first = (position // chunk - pattern.lookback) * chunk
         if pattern.attention == "sliding_window":
             first = position - chunk + 1
         visible = start[..., None] + torch.arange(pattern.sinks, device="cpu") < first[..., None]
-        turns = pattern.phases(q, position - start)
+        turns = rotary_phases(position - start, pattern.frequencies(width), dtype, segments.device)
         seen = torch.compiler.is_exporting() or bool(visible.any())  # an export chooses nothing by values
-        return cls(_places(pattern, segments), to_device(visible, q.device), turns, seen)
+        return cls(_places(pattern, segments), to_device(visible, segments.device), turns, seen)
 
 
 def _places(pattern: Pattern, segments: Segments) -> Tensor:
@@ -61,7 +62,8 @@ def with_sinks(
     """
     q, k, v = inputs
     q = q.to(compute_dtype(q))
-    places = segments.shared(("sinks", pattern, q.dtype, q.shape[-1]), lambda: SinkPlaces.of(pattern, segments, q))
+    build = partial(SinkPlaces.of, pattern, width=q.shape[-1], dtype=q.dtype)
+    places = segments.shared(("sinks", pattern, q.dtype, q.shape[-1]), build)
     out, log_sums = window
     if places.seen:
         shared = q.shape[1] // k.shape[1]

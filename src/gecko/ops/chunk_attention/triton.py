@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,11 +91,11 @@ def chunk_attention_triton(
     in float32."""
     q, k, v = inputs
     chunk, dtype = pattern.chunk_size, v.dtype
-    layout = segments.shared(("layout", pattern), lambda: AttentionLayout.build(pattern, segments))
+    layout = segments.shared(("layout", pattern), partial(AttentionLayout.build, pattern))
     table, turned = None, pattern.turned(q.shape[1])
     if turned:
         key = ("turns", pattern, q.shape[-1])
-        table = segments.shared(key, lambda: rotary_table(chunk, pattern.frequencies(q.shape[-1]), q.device))
+        table = segments.once(key, lambda: rotary_table(chunk, pattern.frequencies(q.shape[-1]), q.device))
     query_rows, key_rows = layout.chunks * chunk, (layout.chunks + layout.before) * chunk
     turn = (chunk, turned)
     back = bool(pattern.lookback)

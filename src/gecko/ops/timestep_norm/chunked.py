@@ -170,7 +170,7 @@ def timestep_norm_step(
     state: TimestepNormState, segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` with decaying statistics for one token per row, x (B, 1, D)."""
-    beta, added, log_beta = segments.shared(("betas", betas, x.dtype), lambda: _decays(betas, x))
+    beta, added, log_beta = segments.once(("betas", betas, x.dtype), lambda: _decays(betas, x))
     grouped = x.unflatten(-1, (groups, -1)).squeeze(1)
     variance, mean = torch.var_mean(grouped, -1, correction=0)
     before, steps = torch.stack([state.mean, state.variance], dim=1), state.count

@@ -43,7 +43,7 @@ def timestep_norm_triton(
     state: TimestepNormState, segments: Segments, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` for the dtypes of the kernels, without context exchange."""
-    begins = None if segments.starts is None else segments.shared("begins", lambda: _begins(segments))
+    begins = None if segments.starts is None else segments.shared("begins", _begins)
     decays = None if betas is None else list(betas)
     y, count, mean, variance, _ = _timestep_norm(
         x,

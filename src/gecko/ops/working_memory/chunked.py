@@ -55,7 +55,7 @@ class Grid:
         """Return the grid of a call whose rows have the same chunk offset. It is computed once for all layers."""
         phase = common_chunk_offset(segments, chunk_size)
         assert phase is not None, "rows must agree on their phase"
-        return segments.shared(("memory", chunk_size), lambda: cls.build(segments, phase, chunk_size))
+        return segments.shared(("memory", chunk_size), lambda given: cls.build(given, phase, chunk_size))
 
     @classmethod
     def build(cls, segments: Segments, phase: int, chunk_size: int) -> Grid:
@@ -159,7 +159,7 @@ def working_memory_by_chunk(
 ) -> tuple[Tensor, WorkingMemoryState]:
     """Compute ``working_memory_chunked`` for a rule whose written values depend on the memory before their chunk."""
     outputs = []
-    for part, here in segments.shared(("chunks", chunk_size), lambda: _chunks(segments, chunk_size)):
+    for part, here in segments.shared(("chunks", chunk_size), lambda given: _chunks(given, chunk_size)):
         q, k, v = (x[:, :, part] for x in inputs)
         v = rule.written(k, v, _memory_before(rule, state, Grid.of(here, chunk_size).resets[:, 0]))
         out, state = working_memory_chunked(rule, chunk_size, (q, k, v), state, here)
@@ -277,7 +277,7 @@ def working_memory_step(
 ) -> tuple[Tensor, WorkingMemoryState]:
     """Compute ``working_memory`` for one token per row. If the token completes its chunk, the previous chunk enters."""
     q, k, v = inputs
-    token = segments.shared(("memory", chunk_size), lambda: _MemoryToken.of(segments, chunk_size))
+    token = segments.shared(("memory", chunk_size), lambda given: _MemoryToken.of(given, chunk_size))
     out = rule.read(q, token.allowed, state.memory, state.normaliser)
 
     current = state.current

@@ -73,10 +73,11 @@ class EnteredCPU:
 
     @property
     def _spans(self) -> Spans:
-        def build() -> Spans:
-            return Spans.of(self._grid, self.chunk_size, self.segments)
+        def build(segments: Segments) -> Spans:
+            return Spans.of(Grid.of(segments, size), size, segments)
 
-        return self.segments.shared(("memory spans", self.chunk_size), build)
+        size = self.chunk_size
+        return self.segments.shared(("memory spans", size), build)
 
     @property
     def _resets(self) -> Tensor:

@@ -1,0 +1,189 @@
+"""Loss and gradients of a part of a batch as one CUDA graph for each shape, which later parts replay.
+
+The first part of a shape is computed as without a graph, which compiles kernels. The second is computed once more from
+the graph's buffers, without its documents, and captured; the others replay. A replay reads tokens, targets, weight and
+what ``Segments.shared`` built from the documents from buffers that are filled before it. So that it depends on nothing
+else of a batch, the documents cannot be read and nothing can be copied to the device while the step is captured.
+
+A graph serves every batch whose layout has tensors of the same shapes, and is the same in all else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gecko.models import LanguageModel
+from gecko.models.gecko import trained_targets
+from gecko.runtime.tensors import without_copies
+from gecko.segments import Segments
+from gecko.train.run import Precision
+from gecko.train.step import BatchPart, add_gradients, autocast
+
+MOST_GRAPHS = 8
+"""Graphs that are kept; a new one takes the place of that which was not used for longest."""
+
+Given = tuple[Tensor, Tensor, Tensor]
+"""Tokens (B, T), trained targets (B, T) and weight () of a part."""
+
+
+def check_capture(device: torch.device, world: int) -> None:
+    """Raise ValueError unless steps of ``world`` ranks can be captured on the device."""
+    if device.type != "cuda" or world > 1:
+        where = f"{world} ranks" if world > 1 else device.type
+        raise ValueError(f"capture=true takes one process on a CUDA device; got {where}. Set capture=false.")
+
+
+class CapturedGradients:
+    """Computes what ``compute_gradients`` computes in one process, from graphs, in gradients that stay where they are.
+
+    Hooks of modules run only while a graph is captured.
+    """
+
+    def __init__(self, model: LanguageModel, precision: Precision) -> None:
+        self._model, self._precision = model, precision
+        self._graphs: list[_Graph] = []
+        """That which was used last comes first."""
+        self._gradients: dict[torch.nn.Parameter, Tensor] = {}
+        """Those into which graphs add."""
+        self._places: list[int] = []
+        """Addresses of the parameters."""
+        self._recorder = Recorder()
+
+    def __call__(self, parts: Sequence[BatchPart]) -> Tensor:
+        """Replace the parameters' gradients by those of the parts, and return their loss, () float64 on the device.
+
+        Raises:
+            RuntimeError: a step of this model and shape cannot be captured.
+        """
+        parameters = list(self._model.parameters())
+        if self._places != (places := [x.data_ptr() for x in parameters]):  # graphs read them where they were
+            self._graphs, self._gradients, self._places = [], {}, places
+        for parameter in parameters:  # others may have been put in their place
+            parameter.grad = self._gradients.get(parameter)
+        if self._gradients:
+            torch._foreach_zero_(list(self._gradients.values()))
+        total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
+        for part in parts:
+            total += self._part(part)  # before the next replay overwrites it
+        return total
+
+    def _part(self, part: BatchPart) -> Tensor:
+        ids, device = part.segment_ids, part.tokens.device
+        segments = Segments.build(*ids.shape, segment_ids=ids, device=device)
+        segments = dataclasses.replace(segments, keeps_state=False)
+        given = part.tokens, trained_targets(part.tokens, part.targets, ids), part.weight
+        graph = next((graph for graph in self._graphs if graph.takes(given, segments)), None)
+        if graph is None:
+            loss = self._compute(given, segments)
+            if len(self._graphs) == MOST_GRAPHS:
+                self._recorder.wait()
+            self._graphs = [_Graph(given, segments), *self._graphs[: MOST_GRAPHS - 1]]
+            return loss
+        self._graphs.remove(graph)
+        self._graphs.insert(0, graph)
+        return self._capture(graph) if graph.replay is None else graph.replay()
+
+    def _capture(self, graph: _Graph) -> Tensor:
+        found = {x: x.grad for x in self._model.parameters() if x.grad is not None}
+        self._gradients.update(found)
+        try:
+            loss, graph.replay = self._recorder(lambda: self._compute(graph.given, graph.segments))
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise RuntimeError(f"a step of this model cannot be captured: {error}. Set capture=false.") from error
+        return loss
+
+    def _compute(self, given: Given, segments: Segments) -> Tensor:
+        tokens, targets, weight = given
+        with autocast(self._precision, tokens.device):
+            mean = self._model.loss_of_layout(tokens, targets, segments)
+        return add_gradients(mean, weight)
+
+
+class _Graph:
+    """Buffers of parts of one shape, and the graph that reads them."""
+
+    def __init__(self, given: Given, segments: Segments) -> None:
+        self.given: Given = (given[0].clone(), given[1].clone(), given[2].clone())
+        self.segments = segments.unread()
+        """Layout whose tensors are buffers."""
+        self.replay: Callable[[], Tensor] | None = None
+        """Returns the loss, until the next replay. None: the part was seen once."""
+        self._builders = segments.builders
+        self._layout = {key: _leaves(segments.shared(key, build)) for key, build in segments.builders.items()}
+        if any(x.device != segments.device for layout in self._layout.values() for x in layout if _is_tensor(x)):
+            raise RuntimeError("a captured step reads no tensors of the host. Set capture=false.")
+
+    def takes(self, given: Given, segments: Segments) -> bool:
+        """Return whether the graph computes a part with this layout; then its buffers hold the part."""
+        if given[0].shape != self.given[0].shape or (segments.starts is None) != (self.segments.starts is None):
+            return False
+        buffers, values = list(self.given), list(given)
+        # Without documents, the layout depends on nothing but the shape.
+        for key, build in self._builders.items() if segments.starts is not None else ():
+            new = _leaves(segments.shared(key, build))
+            if list(map(_kind, new)) != list(map(_kind, self._layout[key])):
+                return False
+            buffers += filter(_is_tensor, self._layout[key])
+            values += filter(_is_tensor, new)
+        torch._foreach_copy_(buffers, values)
+        return True
+
+
+class Recorder:
+    """Captures launches as CUDA graphs, which use the same memory one after the other."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def wait(self) -> None:
+        """Wait for the device, before a graph is dropped which it may be replaying."""
+        torch.cuda.synchronize()
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Compute once, on a stream of its own, and capture the same launches. Return what was computed, and a function
+        that replays them and returns what they compute, which lasts until the next replay."""
+        here, stream, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            first = compute()
+        here.wait_stream(stream)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # Other threads, as those that read data, may use the device meanwhile.
+        with without_copies(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
+            result = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return first, replay
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return the tensors and other values that a layout consists of. RuntimeError: part of it is neither."""
+    if value is None or isinstance(value, Tensor | int | float):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [len(value), *(leaf for item in value for leaf in _leaves(item))]
+    if not dataclasses.is_dataclass(value) or isinstance(value, Segments):
+        raise RuntimeError(
+            f"a step with a {type(value).__name__} in its layout cannot be captured. Try a sequence_length that is a "
+            "power of two or a multiple of 512, or capture=false."
+        )
+    return [leaf for field in dataclasses.fields(value) for leaf in _leaves(getattr(value, field.name))]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _kind(leaf: Any) -> Any:
+    """Return what must be the same in all layouts of a graph."""
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
