@@ -11,7 +11,7 @@ Cost of one layer at T = 32 K, one row, bf16, c = 2,048, key width 256, value wi
 | | gecko-7b (H 4) | gecko-1b (H 2) |
 |---|---|---|
 | q (two rotations), k, v read, out written | 1.19 GiB | 0.59 GiB |
-| weights written and read, through the L2 cache | 1.63 GiB | 0.81 GiB |
+| weights written and read | 1.63 GiB | 0.81 GiB |
 | forward: scores for the sums, scores for the weights, weights · v | 0.21 + 0.21 + 1.79 TFLOP | half |
 | floor: scores and weights · v of visible keys only | 0.21 + 1.65 TFLOP | half |
 | backward: scores, g · vᵀ, weightsᵀ · g, and two products of key width | 0.21 + 1.65 + 1.79 + 0.45 TFLOP | half |
@@ -39,8 +39,8 @@ from gecko.ops.common import float32_product
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
-_SCRATCH = 2**26
-"""Bytes of weights in memory at a time."""
+_SCRATCH = 2**28
+"""Bytes of weights in memory at a time. In 16 bits, backward keeps gradients and products besides: four times that."""
 
 _LEAST_BAND = 256
 """Minimum rows per band. Products of fewer rows lose more efficiency than the skipped keys save."""
@@ -239,35 +239,36 @@ class _WidePiece:
         return x[self.row, chunk : chunk + self.count]
 
 
-def _tiles(width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tiles of a matrix product. They are smaller for 32 bits, which need three times the registers."""
-    block_q, block_k, block_d = (128, 128, 64) if dtype.itemsize == 2 else (64, 32, 32)
-    return dict(block_q=block_q, block_k=block_k, block_d=min(tile(width), block_d))
+def _tiles(width: int, dtype: torch.dtype, block_k: int) -> dict[str, int]:
+    """Return the tiles of a product with ``block_k`` keys. They are smaller for 32 bits, which need three times the
+    registers."""
+    block_k, block_d = (block_k, 64) if dtype.itemsize == 2 else (32, 32)
+    return dict(block_q=64, block_k=block_k, block_d=min(tile(width), block_d))
 
 
 def _log_sums(near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, shape: _Shape) -> Tensor:
     out = near.new_empty(near.shape[:2], dtype=torch.float32)
-    tiles = _tiles(near.shape[2], k.dtype)
-    tiles["block_k"] = min(tiles["block_k"], 64)
+    tiles = _tiles(near.shape[2], k.dtype, 128)
     Launch(
         _log_sum_kernel, (shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows),
         dict(
             p_near=near, p_far=far, p_k=k, p_first=first, p_out=out, chunks=shape.chunks, heads=shape.heads,
             before=shape.before, chunk_size=shape.chunk, width=near.shape[2], lookback=shape.lookback,
             operand_type=operand(k), **tiles,
-        ), warps=8, stages=3,
+        ), warps=4, stages=3,
     ).run()  # fmt: skip
     return out
 
 
 def _piece_arguments(
-    near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _WidePiece
+    near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _WidePiece,
+    block_k: int,
 ) -> dict[str, object]:  # fmt: skip
     return dict(
         p_near=near, p_far=far, p_k=k, p_first=first, p_log_sum=log_sum, chunks=shape.chunks, heads=shape.heads,
         before=shape.before, row=piece.row, chunk=piece.chunk, row_step=int(piece.across),
         chunk_step=int(not piece.across), chunk_size=shape.chunk, width=near.shape[2], previous=piece.previous,
-        band=shape.band, operand_type=operand(k), **_tiles(near.shape[2], k.dtype),
+        band=shape.band, operand_type=operand(k), **_tiles(near.shape[2], k.dtype, block_k),
     )  # fmt: skip
 
 
@@ -299,8 +300,8 @@ def wide_forward(
     scratch = _scratch(v, shape)
     for piece in shape.pieces(v.itemsize):
         weights = _room(scratch, piece, chunk_size)
-        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece) | {"p_weights": weights}
-        Launch(_weights_kernel, _tiles_of(piece, shape, arguments), arguments, warps=8, stages=3).run()
+        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece, 128) | {"p_weights": weights}
+        Launch(_weights_kernel, _tiles_of(piece, shape, arguments), arguments, warps=4, stages=3).run()
         values = piece.of(_windows(v, shape, piece), shape.before - piece.previous)
         outputs = piece.of(shape.blocked(out))
         for band in shape.bands():
@@ -331,12 +332,10 @@ def wide_backward(
         for band in shape.bands():
             keys = products.shape[2] - chunk_size + band.stop
             float32_product(piece.of(shape.blocked(grad))[:, band], values[:, :keys].mT, out=products[:, band, :keys])
-        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece) | dict(
+        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece, 64) | dict(
             p_products=products, p_dot=dot, p_weights=p, p_scores=ds
         )
-        # With three stages, the kernel for single chunks spills registers on an A100.
-        stages = 3 if piece.previous else 2
-        Launch(_score_grads_kernel, _tiles_of(piece, shape, arguments), arguments, 8, stages).run()
+        Launch(_score_grads_kernel, _tiles_of(piece, shape, arguments), arguments, warps=4, stages=3).run()
         _own_chunk(p[:, :, -chunk_size:], ds[:, :, -chunk_size:], (grad, near, k), grads, piece, shape)
         if piece.previous:
             _previous_chunk(p[:, :, :chunk_size], ds[:, :, :chunk_size], (grad, far, k), grads, piece, shape)

@@ -87,18 +87,20 @@ def _backward(
     grad_y: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, groups: int, eps: float,
     centered: bool, narrow: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of weight and bias (2, D), and that of x, which ``grad_sum`` is added to; with ``narrow``
-    once more in this dtype."""
+    """Return the gradients of weight and, if ``centered``, bias (1 or 2, D), and that of x, which ``grad_sum`` is added
+    to; with ``narrow`` once more in this dtype."""
     rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
     sizes["steps"] = max(1, sizes["steps"] // 2)  # a thread also keeps its sums for scale and shift in registers
+    alone = sizes["steps"] == 1 and not centered  # sums of one row fit in fewer warps, which wait less
     programs = min(PROGRAMS, blocks(rows, sizes["steps"]))
     grads = _like(x, x.dtype, narrow)
-    parts = x.new_empty(2, programs, x.shape[-1], dtype=torch.float32)
+    parts = x.new_empty(1 + centered, programs, x.shape[-1], dtype=torch.float32)
     Launch(_gradients, (programs,), {
         **_contiguous(p_x=x, p_weight=weight, p_grad_y=grad_y, p_grad_sum=grad_sum), "p_grad_x": grads[0],
-        "p_grad_narrow": None if narrow is None else grads[1], "p_scale_parts": parts[0], "p_shift_parts": parts[1],
-        "rows": rows, "programs": programs, "eps": eps, "centered": centered, **sizes,
-    }, min(16, 2 * warps_of(sizes))).run()  # fmt: skip
+        "p_grad_narrow": None if narrow is None else grads[1], "p_scale_parts": parts[0],
+        "p_shift_parts": parts[1] if centered else None, "rows": rows, "programs": programs, "eps": eps,
+        "centered": centered, **sizes,
+    }, warps_of(sizes) if alone else min(16, 2 * warps_of(sizes)), registers=128).run()  # fmt: skip
     return [parts.sum(1), *grads]
 
 
@@ -123,7 +125,8 @@ def _propagate(ctx: Any, grads: list[Any]) -> tuple[Any, ...]:
     if grad_y is None:  # only the sum was used
         affine, grads_x = (None, None), grad_sum
     else:
-        affine, *grads_x = _group_norm_backward(grad_y, *(grad_sum or [None]), x, weight, *ctx.fixed, narrow)
+        found, *grads_x = _group_norm_backward(grad_y, *(grad_sum or [None]), x, weight, *ctx.fixed, narrow)
+        affine = (*found, None)[:2]
     of_terms = (None if t is None else grads_x[-1 if t == narrow else 0].to(t) for t in wanted[:3])
     of_affine = (None if t is None or of is None else of.to(t) for t, of in zip(wanted[3:], affine, strict=True))
     return *of_terms, *of_affine, *[None] * 5
@@ -202,9 +205,9 @@ def _gradients(p_x, p_weight, p_grad_y, p_grad_sum, p_grad_x, p_grad_narrow, p_s
         offsets = (i_row * features)[:, None, None] + i_column[None]
         b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
         b_grad = tl.load(p_grad_y + offsets, mask=m_x, other=0.0).to(tl.float32)
-        b_shift_part += b_grad
         b_weighted = b_grad * b_weight
         if centered:
+            b_shift_part += b_grad
             b_x = _centered(b_x, m_x, size)
             b_squares, b_sum, b_dot = tl.reduce((b_x * b_x, b_weighted, b_weighted * b_x), 2, _add3)
         else:
@@ -222,4 +225,5 @@ def _gradients(p_x, p_weight, p_grad_y, p_grad_sum, p_grad_x, p_grad_narrow, p_s
         if p_grad_narrow is not None:
             tl.store(p_grad_narrow + offsets, b_grad_x.to(p_grad_narrow.dtype.element_ty), mask=m_x)
     tl.store(p_scale_parts + program * features + i_column, tl.sum(b_scale_part, 0), mask=m_column)
-    tl.store(p_shift_parts + program * features + i_column, tl.sum(b_shift_part, 0), mask=m_column)
+    if centered:
+        tl.store(p_shift_parts + program * features + i_column, tl.sum(b_shift_part, 0), mask=m_column)
