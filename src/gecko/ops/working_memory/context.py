@@ -106,12 +106,13 @@ def _weigh(rule: Rule, k: Tensor, counted: Tensor) -> Tensor:
 def _summarise(rule: Rule, keys: Tensor, values: Tensor, counted: Tensor, before: Tensor) -> ChunkSummary:
     """Summarise one chunk of keys and values (B, H, c, d), given the normaliser ``before`` it."""
     k, v, adaptive = keys.unsqueeze(2), values.unsqueeze(2), isinstance(rule, Adaptive)
-    weight = _weigh(rule, k, counted)
     if choose_backend(v, cpu=False) == "triton":
         from gecko.ops.working_memory.triton import summarise
 
         given = None if adaptive else before.unsqueeze(2).contiguous()
-        summary = ChunkSummary(weight, *summarise(k.contiguous(), v.contiguous(), counted, weight, given, adaptive))
+        weight, *sums = summarise(k.contiguous(), v.contiguous(), counted, given)
+        summary = ChunkSummary(weight if adaptive else _weigh(rule, k, counted), *sums)
     else:
+        weight = _weigh(rule, k, counted)
         summary = rule.summarise(k.to(weight.dtype), v.to(weight.dtype), counted, weight, before.unsqueeze(2))
     return summary.map(lambda x: x.squeeze(2))

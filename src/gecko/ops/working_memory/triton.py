@@ -21,6 +21,7 @@ gecko-7b forward on an H200 (4.8 TB/s, 790 TFLOP/s), at least: 0.42 ms for memor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ from gecko.ops.working_memory.rules import (
     empty_summary,
     with_identity,
 )
-from gecko.ops.working_memory.triton_chain import chain
+from gecko.ops.working_memory.triton_chain import chain, chain_backward_forms, chain_forward
 from gecko.ops.working_memory.triton_factors import factors
 from gecko.ops.working_memory.triton_features import features, features_backward, weigh_backward, weigh_forward
 from gecko.segments import Segments
@@ -94,12 +95,12 @@ class EnteredTriton:
     def affine_map(self) -> Tensor:
         terms = torch.cat([self.state.previous.value_sum.unsqueeze(2), self.entering.chunks.value_sum], dim=2)
         terms, identity = with_identity(terms, self.state.memory)
-        return self._chain(terms[:, :, 0], terms[:, :, 1:], identity)[1].view(identity.shape)
+        return chain(*self._inputs(terms[:, :, 0], terms[:, :, 1:], identity), self.dtype)[1].view(identity.shape)
 
     def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
         rule, grid, state, chunks = self.rule, self.grid, self.state, self.entering.chunks
-        memories, last = self._chain(state.previous.value_sum, chunks.value_sum, memory)
-        out = recall(self.q, memories, grid.allowed, self.entering.divisor, self.entering.divisor is None)
+        inputs = self._inputs(state.previous.value_sum, chunks.value_sum, memory)
+        out, last, _ = read_memories(self.q, grid.allowed, self.entering.divisor, *inputs, self.dtype)
         if not self.keeps_state:
             return grid.unlay(out), state
         end = _end(grid)
@@ -108,9 +109,10 @@ class EnteredTriton:
         normaliser, resets = self.entering.normaliser, self.resets[:, end]
         return grid.unlay(out), type(state)(last.view_as(memory), normaliser, entered, going_on, resets)
 
-    def _chain(self, first: Tensor, terms: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(self, first: Tensor, terms: Tensor, memory: Tensor) -> Iterator[Tensor]:
+        """Yield the inputs of ``chain``."""
         given = self.entering.a, first, terms, self.entering.rho, memory
-        return chain(*(x.flatten(0, 1).contiguous() for x in given), self.dtype)
+        return (x.flatten(0, 1).contiguous() for x in given)
 
 
 def _end(grid: Grid) -> int:
@@ -142,8 +144,7 @@ def _with_earlier(rule: Rule, grid: Grid, state: WorkingMemoryState, chunks: Chu
 def _enter_adaptive(
     rule: Rule, grid: Grid, k: Tensor, v: Tensor, state: WorkingMemoryState, resets: Tensor, end: int
 ) -> _Entering:
-    weights = weigh(k, grid.counted, True)
-    summaries = ChunkSummary(weights, *summarise(k, v, grid.counted, weights, None, True))
+    summaries = ChunkSummary(*summarise(k, v, grid.counted, None))
     chunks, previous = _with_earlier(rule, grid, state, summaries), state.previous
     given = state.normaliser, previous.weight, previous.key_sum, chunks.weight, chunks.key_sum
     a, rho, last, _ = factors(*(x.flatten(0, 1).contiguous() for x in given), resets, end)
@@ -159,7 +160,7 @@ def _enter_linear(
     whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
     normalisers = normalisers_of(rule, state, whole, resets)
     before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
-    summaries = ChunkSummary(weights, *summarise(k, v, grid.counted, weights, before, False))
+    summaries = ChunkSummary(weights, *summarise(k, v, grid.counted, before)[1:])
     chunks = _with_earlier(rule, grid, state, summaries)
 
     sums = torch.cat([state.previous.key_sum.unsqueeze(2), chunks.key_sum[:, :, : max(end - 1, 0)]], dim=2)[:, :, :end]
@@ -194,79 +195,98 @@ weigh.register_autograd(_pass_back_weigh, setup_context=_keep_weigh)
 
 
 @custom_op("memory_summarise")
-def summarise(
-    k: Tensor, v: Tensor, counted: Tensor, weight: Tensor, before: Tensor | None, adaptive: bool
-) -> tuple[Tensor, Tensor]:
-    """Return Σ φ ψᵀ and Σ φ vᵀ of each chunk, (B, H, n, key, key) and (B, H, n, key, value) float32.
+def summarise(k: Tensor, v: Tensor, counted: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weight of each chunk, which normalises φ of the adaptive rule (empty for the linear one), Σ φ ψᵀ and
+    Σ φ vᵀ: (B, H, n, key), (B, H, n, key, key) and (B, H, n, key, value) float32.
 
     Args:
         k: (B, H, n, c, key); v: (B, H, n, c, value); counted: (B, 1, n, c, 1) bool.
-        weight: (B, H, n, key) float32, the weight of the counted keys; it normalises φ of the adaptive rule.
-        before: (B, H, n, key) float32, τ before each chunk, which normalises ψ of the linear rule; else None.
+        before: (B, H, n, key) float32, τ before each chunk, which normalises ψ of the linear rule; None: adaptive rule.
     """
-    phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
+    weight = weigh_forward(k, counted, True) if before is None else before.new_empty(0)
+    phi, psi = features(k, counted, weight, before, before is None, v.dtype)
     assert phi is not None
     shape = (*k.shape[:3], k.shape[4], -1)
-    return float32_product(phi.mT, psi).view(shape), float32_product(phi.mT, v.flatten(0, 2)).view(shape)
+    return weight, float32_product(phi.mT, psi).view(shape), float32_product(phi.mT, v.flatten(0, 2)).view(shape)
 
 
 @custom_op("memory_summarise_backward")
 def summarise_gradient(
-    grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor, weight: Tensor,
-    before: Tensor | None, adaptive: bool,
+    grad_weight: Tensor, grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor, counted: Tensor,
+    before: Tensor | None, weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of ``summarise`` for k, v and the weight (adaptive) or ``before`` (linear)."""
+    """Return the gradients of ``summarise`` for k, v and ``before`` (empty for the adaptive rule)."""
+    adaptive = before is None
     phi, psi = features(k, counted, weight, before, adaptive, v.dtype)
     assert phi is not None
     grad_keys, grad_values = (x.flatten(0, 2).to(v.dtype) for x in (grad_keys, grad_values))
-    grad_phi = torch.bmm(psi, grad_keys.mT).baddbmm_(v.flatten(0, 2), grad_values.mT)
-    grad_k, grad_divisor = features_backward(k, counted, weight, before, grad_phi, torch.bmm(phi, grad_keys), adaptive)
-    assert grad_divisor is not None
-    return grad_k, torch.bmm(phi, grad_values).view_as(v), grad_divisor
+    grad_v = torch.bmm(phi, grad_values).view_as(v)
+    # The large part of a gradient is float32: the sum of its parts is rounded, not each of them.
+    grad_phi = float32_product(v.flatten(0, 2), grad_values.mT), torch.bmm(psi, grad_keys.mT)
+    given = k, counted, weight, before, grad_phi, torch.bmm(phi, grad_keys), adaptive
+    if not adaptive:
+        grad_k, by_before = features_backward(*given, k.dtype)
+        return grad_k, grad_v, by_before
+    grad_k, by_weight = features_backward(*given, torch.float32)
+    return weigh_backward(grad_weight + by_weight, k, counted, weight, True, onto=grad_k), grad_v, weight.new_empty(0)
 
 
 def _keep(ctx, inputs, output):
-    *tensors, ctx.adaptive = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs, output[0])
 
 
-def _pass_back_summarise(ctx, grad_keys, grad_values):
-    grad_k, grad_v, divisor = summarise_gradient(grad_keys, grad_values, *ctx.saved_tensors, ctx.adaptive)
-    by_weight, by_before = (divisor, None) if ctx.adaptive else (None, divisor)
-    return grad_k, grad_v, None, by_weight, by_before, None
+def _pass_back_summarise(ctx, *grads):
+    saved = ctx.saved_tensors
+    grad_k, grad_v, by_before = summarise_gradient(*grads, *saved)
+    return grad_k, grad_v, None, None if saved[3] is None else by_before
 
 
 summarise.register_autograd(_pass_back_summarise, setup_context=_keep)
 
 
-@custom_op("memory_recall")
-def recall(q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | None, adaptive: bool) -> Tensor:
-    """Return ψ(q) M, zero where not allowed, (B, H, n, c, value) in the dtype of the memories.
+@custom_op("memory_read")
+def read_memories(
+    q: Tensor, allowed: Tensor, normaliser: Tensor | None, a: Tensor, first: Tensor, b: Tensor, rho: Tensor,
+    initial: Tensor, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return ψ(q) M_s, zero where not allowed, (B, H, n, c, value) of ``dtype``, and what ``chain`` returns: M_n and,
+    only for the backward pass, M_0 … M_{n − 1}. It is one operator because the gradients of these are float32.
 
     Args:
-        q: (B, H, n, c, key); memories: (B · H, n, key, value); allowed: (B, 1, n, c, 1) bool.
+        q: (B, H, n, c, key); allowed: (B, 1, n, c, 1) bool; a, first, b, rho, initial: those of ``chain``.
         normaliser: (B, H, n, key) float32, τ of the linear rule; None for the adaptive rule.
     """
-    _, psi = features(q, allowed, None, normaliser, adaptive, memories.dtype)
-    return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1)
+    memories, last = chain_forward(a, first, b, rho, initial, dtype)
+    _, psi = features(q, allowed, None, normaliser, normaliser is None, dtype)
+    return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1), last, memories
 
 
-@custom_op("memory_recall_backward")
-def recall_gradient(
-    grad: Tensor, q: Tensor, memories: Tensor, allowed: Tensor, normaliser: Tensor | None, adaptive: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``recall`` for q, the memories and the normaliser (empty for the adaptive rule)."""
+@custom_op("memory_read_backward")
+def read_gradient(
+    grad: Tensor | None, grad_last: Tensor | None, q: Tensor, allowed: Tensor, normaliser: Tensor | None, a: Tensor,
+    first: Tensor, b: Tensor, rho: Tensor, memories: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of ``read_memories`` for q, the normaliser (empty if it is None), and the chain's inputs."""
+    adaptive = normaliser is None
+    grad = memories.new_zeros(*q.shape[:4], memories.shape[3]) if grad is None else grad
     grad = grad.flatten(0, 2)
     _, psi = features(q, allowed, None, normaliser, adaptive, memories.dtype)
-    grad_psi = torch.bmm(grad, memories.flatten(0, 1).mT)
-    grad_q, grad_normaliser = features_backward(q, allowed, None, normaliser, None, grad_psi, adaptive)
-    grad_memories = torch.bmm(psi.mT, grad).view_as(memories)
-    return grad_q, grad_memories, memories.new_empty(0) if grad_normaliser is None else grad_normaliser
+    grad_psi = float32_product(grad, memories.flatten(0, 1).mT)
+    grad_q, grad_normaliser = features_backward(q, allowed, None, normaliser, (None, None), grad_psi, adaptive, q.dtype)
+    grad_memories = float32_product(psi.mT, grad).view_as(memories)
+    of_chain = chain_backward_forms(grad_memories, grad_last, a, first, b, rho, memories)
+    return grad_q, grad_normaliser, *of_chain
 
 
-def _pass_back_recall(ctx, grad):
-    grad_q, grad_memories, by_normaliser = recall_gradient(grad, *ctx.saved_tensors, ctx.adaptive)
-    return grad_q, grad_memories, None, None if ctx.adaptive else by_normaliser, None
+def _keep_read(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:7], output[2])
+    ctx.set_materialize_grads(False)
 
 
-recall.register_autograd(_pass_back_recall, setup_context=_keep)
+def _pass_back_read(ctx, grad, grad_last, _):
+    saved = ctx.saved_tensors
+    grad_q, by_normaliser, *of_chain = read_gradient(grad, grad_last, *saved)
+    return grad_q, None, None if saved[2] is None else by_normaliser, *of_chain, None
+
+
+read_memories.register_autograd(_pass_back_read, setup_context=_keep_read)

@@ -119,8 +119,8 @@ def _features_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "heads"])
 def _features_backward_kernel(
-    p_x, p_mask, p_weight, p_before, p_grad_phi, p_grad_psi, p_grad, p_part, chunks, heads, chunk_size: tl.constexpr,
-    width: tl.constexpr, adaptive: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
+    p_x, p_mask, p_weight, p_before, p_grad_phi, p_more_phi, p_grad_psi, p_grad, p_part, chunks, heads,
+    chunk_size: tl.constexpr, width: tl.constexpr, adaptive: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of x, and this tile's part of the gradient of the weight (adaptive) or ``before`` (linear)."""
     i_chunk, i_d, i_x, m_all, m_x, b_x = _tile_of(p_x, p_mask, chunks, heads, chunk_size, width, block_t, block_d)
@@ -136,7 +136,8 @@ def _features_backward_kernel(
         b_dx = tl.where(some, (b_dpsi - b_dot * b_before[None, :]) / b_total[:, None], 0.0)
         b_part = -tl.sum(b_psi * b_dot, 0)
     if p_grad_phi is not None:
-        b_dphi = tl.load(p_grad_phi + i_x, mask=m_x, other=0.0).to(tl.float32)
+        b_dphi = tl.load(p_grad_phi + i_x, mask=m_x, other=0.0)
+        b_dphi += tl.load(p_more_phi + i_x, mask=m_x, other=0.0).to(tl.float32)
         if adaptive:
             b_dphi *= _phi(b_x, p_weight, i_chunk, i_d, m_x, width, adaptive)
             b_part = -tl.sum(b_dphi, 0)
@@ -150,7 +151,7 @@ def _features_backward_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "heads"])
 def _weigh_backward_kernel(
-    p_x, p_mask, p_weight, p_grad_weight, p_grad, chunks, heads, chunk_size: tl.constexpr, width: tl.constexpr,
+    p_x, p_mask, p_weight, p_grad_weight, p_onto, p_grad, chunks, heads, chunk_size: tl.constexpr, width: tl.constexpr,
     adaptive: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
     i_chunk, i_d, i_x, m_all, m_x, b_x = _tile_of(p_x, p_mask, chunks, heads, chunk_size, width, block_t, block_d)
@@ -159,6 +160,8 @@ def _weigh_backward_kernel(
         b_dx = _phi(b_x, p_weight, i_chunk, i_d, m_x, width, adaptive) * b_dw[None, :]
     else:
         b_dx = tl.where(m_x, tl.where(b_x > 0, 1.0, tl.exp(tl.minimum(b_x, 0.0))) * b_dw[None, :], 0.0)
+    if p_onto is not None:
+        b_dx += tl.load(p_onto + i_x, mask=m_all, other=0.0)
     tl.store(p_grad + i_x, b_dx.to(p_grad.dtype.element_ty), mask=m_all)
 
 
@@ -189,11 +192,13 @@ def weigh_forward(x: Tensor, mask: Tensor, adaptive: bool) -> Tensor:
     return out
 
 
-def weigh_backward(grad: Tensor, x: Tensor, mask: Tensor, weight: Tensor, adaptive: bool) -> Tensor:
-    """Return the gradient of ``weigh_forward`` with respect to x."""
+def weigh_backward(
+    grad: Tensor, x: Tensor, mask: Tensor, weight: Tensor, adaptive: bool, onto: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of ``weigh_forward`` with respect to x, plus ``onto``, float32."""
     out = torch.empty_like(x)
     grid, common = _common(x, mask, adaptive)
-    more = dict(p_weight=weight, p_grad_weight=grad.contiguous(), p_grad=out)
+    more = dict(p_weight=weight, p_grad_weight=grad.contiguous(), p_onto=onto, p_grad=out)
     Launch(_weigh_backward_kernel, grid, common | more, warps=4).run()
     return out
 
@@ -214,17 +219,19 @@ def features(
 
 
 def features_backward(
-    x: Tensor, mask: Tensor, weight: Tensor | None, before: Tensor | None, grad_phi: Tensor | None, grad_psi: Tensor,
-    adaptive: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of x, and of the weight (adaptive, with φ) or ``before`` (linear), (B, H, n, d) float32."""
-    out = torch.empty_like(x)
+    x: Tensor, mask: Tensor, weight: Tensor | None, before: Tensor | None,
+    grad_phi: tuple[Tensor, Tensor] | tuple[None, None], grad_psi: Tensor, adaptive: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x, as ``dtype``, and of the weight (adaptive, with φ; else empty) or ``before`` (linear),
+    (B, H, n, d) float32. ``grad_phi`` has two parts, the first one in float32."""
+    out = torch.empty_like(x, dtype=dtype)
     grid, common = _common(x, mask, adaptive)
     part = None
     if weight is not None or not adaptive:
         part = x.new_empty(*x.shape[:3], grid[0] // x.shape[:3].numel(), x.shape[4], dtype=torch.float32)
     more = dict(
-        p_weight=weight, p_before=before, p_grad_phi=grad_phi, p_grad_psi=grad_psi, p_grad=out, p_part=part
+        p_weight=weight, p_before=before, p_grad_phi=grad_phi[0], p_more_phi=grad_phi[1], p_grad_psi=grad_psi,
+        p_grad=out, p_part=part,
     )  # fmt: skip
     Launch(_features_backward_kernel, grid, common | more, warps=4).run()
-    return out, None if part is None else part.sum(3)
+    return out, x.new_empty(0, dtype=torch.float32) if part is None else part.sum(3)
