@@ -1,4 +1,4 @@
-"""Compiles, without a card, what ``quarter_hour.py`` launches on one: kernels for sm_90, and the code to launch them.
+"""Compiles, without a card, what ``quarter_hour.py`` launches on one: kernels for sm_90.
 
 Launches are recorded at the sizes of the card, and each goes to Triton as on the card, with a driver of a card that is
 not there. So whatever is part of the key in Triton's cache is that of the launch itself.
@@ -6,17 +6,11 @@ not there. So whatever is part of the key in Triton's cache is that of the launc
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sysconfig
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +24,6 @@ from gpu.variants import OF_DECODING, OPERATORS, WITHOUT_BARRIERS, applied, of_f
 from kernels.recording import launches, model_on_nothing, train
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.runtime.build import platform_key
-from triton.runtime.cache import get_cache_manager
 
 from gecko import Gecko
 from gecko.config import GeckoConfig
@@ -120,7 +112,7 @@ def _tested(preset: str) -> None:
 def compile_all(only: Sequence[str]) -> None:
     """Compile the groups whose names contain one of the words, and count what the cache did not have."""
     triton.runtime.driver.set_active(Driver())
-    launchers, missing = _Launchers(), list[str]()
+    missing: list[str] = []
     for name, call in groups().items():
         if any(word in name for word in only):
             begun, before, failed, found = time.time(), len(missing), Counter[str](), set[int]()
@@ -131,44 +123,11 @@ def compile_all(only: Sequence[str]) -> None:
                 except Exception as error:  # a variant may not compile; the others shall
                     failed[f"{launch.kernel.__name__}: {type(error).__name__}: {str(error)[:80]}"] += 1
                     return
-                if id(kernel) not in found:
-                    found.add(id(kernel))
-                    launchers.make(kernel)
+                found.add(id(kernel))
 
             with misses(missing):
                 launches(call, make)
             new, seconds = len(missing) - before, time.time() - begun
             print(f"{name}: {len(found)} kernels, {new} not in the cache, {seconds:.0f} s", end="")
             print("".join(f"\n  failed {count} times: {what}" for what, count in failed.items()), flush=True)
-    counts = f"{len(missing)} kernels and {launchers.missing} of these"
-    print(f"{len(launchers.seen)} launchers; {counts} were not in the cache")
-
-
-class _Launchers:
-    """Builds the C code by which Triton launches each signature of kernels, against a library of CUDA that is empty."""
-
-    def __init__(self) -> None:
-        driver = triton.backends.nvidia.driver
-        self._driver, self.seen, self.missing = driver, set[str](), 0
-        folder = tempfile.mkdtemp()
-        source = Path(folder, "empty.c")
-        source.write_text("int nothing_;\n")
-        library = str(Path(folder, "libcuda.so.1"))
-        subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, str(source)], check=True)
-        triton.knobs.nvidia.libcuda_path = folder
-        self._compile, driver.compile_module_from_src = driver.compile_module_from_src, self._build
-        with suppress(ImportError):
-            driver.CudaUtils()
-
-    def make(self, kernel: Any) -> None:
-        with suppress(ImportError):
-            self._driver.CudaLauncher(kernel.src, kernel.metadata)
-
-    def _build(self, src: str, name: str, **options: Any) -> Any:
-        """Build what the cache does not have, in the place of Triton's function, which goes on to load it."""
-        key = hashlib.sha256((src + platform_key()).encode()).hexdigest()
-        self.seen.add(key)
-        if get_cache_manager(key).get_file(name + sysconfig.get_config_var("EXT_SUFFIX")) is None:
-            self.missing += 1
-            self._compile(src=src, name=name, **options)
-        raise ImportError("it is stored, and cannot be loaded where CUDA is not there")
+    print(f"{len(missing)} kernels were not in the cache")

@@ -127,7 +127,7 @@ def second(s: Sizes, record: Record) -> list[Item]:
         Item("headline with the winners", 60,
              partial(_with_winners, record, lambda names: [training.train(*headline, names)])),
         Item("operators", 60, partial(_operators, s)),
-        *(Item(f"tests: {file}", 60, partial(_tests, file)) for file in ("test_sizes.py", "test_operators.py")),
+        *(Item(f"tests: {file}", limit, partial(_tests, file)) for file, limit in TESTS.items()),
         *(Item(f"training, longest: {name}", 60, one(training.train, name, config, 1, s.longest, b), needs=60e9)
           for name, config in models(s)),
         Item("decoding, wide, many rows", 30, one(_decoding, s, s.shape.name, s.shape.config, s.decoded[1]), 129e9),
@@ -179,6 +179,10 @@ def _decoding(s: Sizes, name: str, config: GeckoConfig, rows: int, *variants: Va
 def _equal_rows(s: Sizes, *variants: Variant) -> Iterator[Row]:
     with applied(*variants):
         yield from decoding.equal_rows(s.equal_rows(), *s.equal, s.bench, "without barriers: " if variants else "")
+
+
+TESTS = {"test_sizes.py": 60, "test_operators.py": 60, "test_models.py": 120}
+"""Seconds that each file of tests/gpu may take."""
 
 
 class _Reporter:

@@ -22,12 +22,12 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 from gpu.kernel_times import kernel_name
-from gpu.operators import ATTENTION, AVERAGE, GECKO, HEAD, MEMORY, NORM, QUERY_KEY, TIMESTEP
+from gpu.operators import AVERAGE, GECKO, MEMORY, NORM, TIMESTEP
 from gpu.record import Row
 
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch, blocks, tile
-from gecko.ops.chunk_attention import triton_wide
+from gecko.ops.timestep_norm import triton as timestep_norm
 
 FOLDER = Path(__file__).parents[2] / "build" / "variants"
 """Where edited modules are written: Triton reads the source of kernels from files."""
@@ -128,45 +128,25 @@ def sized(launch: Launch, **sizes: Any) -> Launch:
 
 # ---- The variants
 
-_ROUNDED_INTO_STATE = (
-    ("product(b_x, g_real, z_real, precision), product(b_x, g_imag, z_imag, precision)",
-     "rough_product(b_x, g_real, z_real, precision), rough_product(b_x, g_imag, z_imag, precision)"),
-    ("g_real, g_imag = factor(g_real, precision), factor(g_imag, precision)",
-     "g_real, g_imag = rounded_factor(g_real, precision), rounded_factor(g_imag, precision)"),
-)  # fmt: skip
-_FLOAT16 = (
-    ("    return b_x if precision ==", "    return b_x.to(tl.float16) if precision =="),
-    ("""        bits = b_x.to(tl.int32, bitcast=True) & -65536  # the high half of a float32 is the bfloat16 below it
-        b_high = bits.to(tl.float32, bitcast=True)
-        b_low = (b_x - b_high).to(tl.bfloat16)
-        b_high = b_high.to(tl.bfloat16)
-""", """        b_high = tl.minimum(tl.maximum(b_x, -65504.0), 65504.0).to(tl.float16)
-        b_low = b_high
-"""),
-    ("""    if precision == "bf16":
-        b_sum = rough_product(b_x, right[1], b_sum, precision)
-""", ""),
-    ("""    if precision == "bf16":
-        b_sum = rough_product(low, right[0], b_sum, precision)
-""", ""),
-)  # fmt: skip
-"""Tables, states and inputs in float16: one product in the place of two and three."""
 
-_STAGED = "for begin in range(i_part % programs * steps, length, programs * steps):"
+def _channels(launch: Launch, channels: int, warps: int) -> Launch:
+    """Return a moving average with fewer channels per program: fewer warps wait for each other."""
+    sizes, modes = launch.arguments, blocks(launch.arguments["modes"], launch.arguments["b_n"])
+    of_modes = modes if launch.kernel.__name__ == "gradients_kernel" else 1
+    grid = (launch.grid[0], blocks(sizes["channels"], channels) * of_modes)
+    return dataclasses.replace(sized(launch, b_d=channels, warps=warps), grid=grid)
 
 
-def _chain(launch: Launch, r: int, s: int, v: int | None) -> Launch:
-    """Return a chain of memories with tiles of r × s, and of v values if that is given, in three stages."""
-    keys, values, rows = launch.arguments["key_width"], launch.arguments["value_width"], launch.grid[1]
-    launch = sized(launch, stages=3, block_r=min(r, tile(keys)), block_s=min(s, tile(keys)))
-    if v is None or launch.kernel.__name__ != "_chain_kernel":  # backward has a row of results per block
-        return launch
-    return dataclasses.replace(sized(launch, block_v=v), grid=(blocks(values, v), rows))
+def _halved(*shape: Any, of: Callable[..., dict[str, int]] = timestep_norm._sizes) -> dict[str, int]:
+    """Return tiles of half the steps."""
+    sizes = of(*shape)
+    return {**sizes, "spans": max(1, sizes["spans"] // 2)}
 
 
-def _head(launch: Launch, block: int, warps: int) -> Launch:
-    block = min(block, tile(launch.arguments["vocabulary"], 1))
-    return sized(launch, warps=warps, registers=128, block=block)
+def _chain(launch: Launch, stages: int) -> Launch:
+    """Return a chain of memories with tiles of 256 × 16."""
+    keys = tile(launch.arguments["key_width"])
+    return sized(launch, stages=stages, block_r=min(256, keys), block_s=min(16, keys))
 
 
 def _row(launch: Launch, inner: int) -> Launch:
@@ -182,7 +162,6 @@ def _columns(launch: Launch, factor: int) -> Launch:
     return dataclasses.replace(sized(launch, **changed), grid=(rows, heads, blocks(parts, factor)))
 
 
-_FORWARD, _BACKWARD = "cema.triton_forward", "cema.triton_backward"
 _AVERAGES = ("cema.filter_kernel", "cema.gradients_kernel")
 _TIMESTEPS = ("timestep_norm.normalise_tiles", "timestep_norm.gradients")
 _CHAINS = ("working_memory._chain_kernel", "working_memory._chain_backward_kernel")
@@ -190,36 +169,20 @@ _BARRIERS = {
     f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_average", "triton_heads", "triton_mixer")
 }  # fmt: skip
 
-OPERATORS = {
-    "moving average": AVERAGE, "norm gradients": NORM, "timestep norm": TIMESTEP, "query-key gradients": QUERY_KEY,
-    "memory chain": MEMORY, "attention scratch": ATTENTION, "loss": HEAD,
-}  # fmt: skip
+OPERATORS = {"moving average": AVERAGE, "norm gradients": NORM, "timestep norm": TIMESTEP, "memory chain": MEMORY}
 """By family, the operator that shows it."""
 VARIANTS = [
-    Variant("moving average", "rounded into the state", _AVERAGES, {_FORWARD: _ROUNDED_INTO_STATE, _BACKWARD: ()}),
-    Variant("moving average", "float16", _AVERAGES[:1], {_FORWARD: _FLOAT16}),
     *(
-        Variant("norm gradients", f"{warps} warps, {steps} rows", ("norms._gradients",),
-                change=partial(sized, warps=warps, steps=steps))
-        for warps, steps in ((4, 1), (8, 2), (16, 2))
+        Variant("moving average", f"{channels} channels, {warps} warps", _AVERAGES,
+                change=partial(_channels, channels=channels, warps=warps))
+        for channels, warps in ((4, 4), (4, 8))
     ),
-    Variant("timestep norm", "2 warps", _TIMESTEPS, change=partial(sized, warps=2)),
-    Variant("query-key gradients", "2 stages", ("qk_scale_shift._gradients",), {"qk_scale_shift.triton": (
-        (_STAGED, _STAGED.replace("range(", "tl.range(").replace("):", ", num_stages=2):")),
-    )}),
+    Variant("norm gradients", "4 warps", ("norms._gradients",), change=partial(sized, warps=4, registers=255)),
+    Variant("timestep norm", "half the steps, 2 warps", _TIMESTEPS, change=partial(sized, warps=2),
+            constants=((timestep_norm, "_sizes", _halved),)),
     *(
-        Variant("memory chain", f"tiles {r}, {s}, {v or 'as before'}, 3 stages", _CHAINS,
-                change=partial(_chain, r=r, s=s, v=v))
-        for r, s, v in ((256, 32, None), (256, 64, None), (256, 64, 16))
-    ),
-    *(
-        Variant("attention scratch", f"2^{bits} bytes", constants=((triton_wide, "_SCRATCH", 2**bits),))
-        for bits in (25, 27, 28)
-    ),
-    *(
-        Variant("loss", f"blocks of 4096, {warps} warps", ("loss._token",),
-                change=partial(_head, block=4096, warps=warps))
-        for warps in (8, 16)
+        Variant("memory chain", f"tiles 256, 16, {stages} stages", _CHAINS, change=partial(_chain, stages=stages))
+        for stages in (3, 4)
     ),
 ]  # fmt: skip
 """Those of operators."""
