@@ -14,6 +14,7 @@ Cost of one layer at T = 32 K, one row, bf16 (a multiply-add is two FLOPs):
 | φᵀψ, φᵀv, ψ(q) M | 17 + 137 + 137 GFLOP | half |
 | chain, three tf32 products each | 17 GFLOP | half |
 | backward | two products for each of these | half |
+| gradients of ψ(q), φ and memories, float32 for 16 bits: written and read besides | 0.38 GiB | half |
 | saved besides inputs and output: sums of values and keys, A, memories | 224 MiB | 112 MiB |
 
 gecko-7b forward on an H200 (4.8 TB/s, 790 TFLOP/s), at least: 0.42 ms for memory traffic, 0.37 ms for products.
