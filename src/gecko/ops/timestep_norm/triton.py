@@ -46,17 +46,7 @@ def timestep_norm_triton(
     begins = None if segments.starts is None else segments.shared("begins", _begins)
     decays = None if betas is None else list(betas)
     y, count, mean, variance, _ = _timestep_norm(
-        x,
-        weight,
-        bias,
-        state.count,
-        state.mean,
-        state.variance,
-        begins,
-        groups,
-        decays,
-        eps,
-        dtype or x.dtype,
+        x, weight, bias, state.count, state.mean, state.variance, begins, groups, decays, eps, dtype or x.dtype
     )
     return y, type(state)(count, mean, variance)
 

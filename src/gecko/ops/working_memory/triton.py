@@ -171,16 +171,8 @@ def _enter_linear(
     return _Entering(chunks, a, rho, normalisers[:, :, end].clone(), normalisers[:, :, :-2].contiguous())
 
 
-@custom_op("memory_weigh")
-def weigh(k: Tensor, counted: Tensor, adaptive: bool) -> Tensor:
-    """Return chunk weights (B, H, n, key), float32, of the ``counted`` (B, 1, n, c, 1) keys k (B, H, n, c, key)."""
-    return weigh_forward(k, counted, adaptive)
-
-
-@custom_op("memory_weigh_backward")
-def weigh_gradient(grad: Tensor, k: Tensor, counted: Tensor, weight: Tensor, adaptive: bool) -> Tensor:
-    """Return the gradient of ``weigh`` with respect to k."""
-    return weigh_backward(grad, k, counted, weight, adaptive)
+weigh = custom_op("memory_weigh")(weigh_forward)
+weigh_gradient = custom_op("memory_weigh_backward")(weigh_backward)
 
 
 def _keep_weigh(ctx, inputs, output):

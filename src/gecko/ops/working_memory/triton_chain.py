@@ -120,7 +120,15 @@ def _common(a: Tensor, b: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
 def chain_forward(
     a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See ``chain``."""
+    """Compute M_{s+1} = A_s M_s + ρ_s ⊙ B_s for R rows, where B_0 is ``first`` and B_s, s ≥ 1, is ``b``[:, s − 1].
+
+    Args:
+        a: (R, steps, key, key); first: (R, key, value); b: (R, reads, key, value), reads = steps or steps + 1;
+        rho: (R, steps, key); initial: M_0, (R, key, value). All float32.
+
+    Returns:
+        M_0 … M_{reads − 1}, (R, reads, key, value) of ``dtype``, and M_steps, (R, key, value) float32.
+    """
     memories, odd = torch.empty_like(b, dtype=dtype), torch.empty_like(initial)
     even = torch.empty_like(initial) if a.shape[1] else initial.clone()
     memories[:, 0] = initial
@@ -163,29 +171,8 @@ def chain_backward_forms(
     return grad_a, grad_first, grad_b, grad_rho.sum(2), _last(a, even, odd)
 
 
-@custom_op("memory_chain")
-def chain(
-    a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Compute M_{s+1} = A_s M_s + ρ_s ⊙ B_s for R rows, where B_0 is ``first`` and B_s, s ≥ 1, is ``b``[:, s − 1].
-
-    Args:
-        a: (R, steps, key, key); first: (R, key, value); b: (R, reads, key, value), reads = steps or steps + 1;
-        rho: (R, steps, key); initial: M_0, (R, key, value). All float32.
-
-    Returns:
-        M_0 … M_{reads − 1}, (R, reads, key, value) of ``dtype``, and M_steps, (R, key, value) float32.
-    """
-    return chain_forward(a, first, b, rho, initial, dtype)
-
-
-@custom_op("memory_chain_backward")
-def chain_backward(
-    grad_memories: Tensor | None, grad_last: Tensor | None, a: Tensor, first: Tensor, b: Tensor, rho: Tensor,
-    memories: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of ``chain`` for a, first, b, rho and initial."""
-    return chain_backward_forms(grad_memories, grad_last, a, first, b, rho, memories)
+chain = custom_op("memory_chain")(chain_forward)
+chain_backward = custom_op("memory_chain_backward")(chain_backward_forms)
 
 
 def _keep(ctx, inputs, output):

@@ -178,7 +178,7 @@ def _common(x: Tensor, mask: Tensor, adaptive: bool) -> tuple[tuple[int], dict[s
 
 
 def weigh_forward(x: Tensor, mask: Tensor, adaptive: bool) -> Tensor:
-    """Return the weights of chunks, (B, H, n, d) float32."""
+    """Return the weights (B, H, n, d), float32, of the chunks of keys x (B, H, n, c, d)."""
     _, heads, chunks, chunk, width = x.shape
     out = x.new_empty(*x.shape[:3], width, dtype=torch.float32)
     block_d = min(tile(width), 64)
