@@ -4,7 +4,7 @@
     python benchmarks/gpu_budget.py --steps --write   # gpu_budget.json only, with the kernels of a training step
 
 Every launch of every operator is recorded at the shapes of models, compiled for sm_90 and disassembled.
-``gpu/budget.py`` has the arithmetic.
+``launch_costs.py`` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from gpu.budget import COPY, PRODUCTS, Cost, costs, merged
 from gpu.operators import MIXING, Operator, Shape, forward_and_backward, operators
 from gpu.page import PREDICTIONS
 from gpu.timing import Bench
 from kernels.recording import launches, model_on_nothing
+from launch_costs import COPY, PRODUCTS, Cost, costs, merged
 from measuring import parser_of, publish
 
 from gecko.config import GeckoConfig
@@ -150,7 +150,7 @@ def page(names: list[str]) -> list[str]:
         f"**A prediction, not a measurement: no GPU was at hand.** One row of {LENGTH:,} tokens, bfloat16. Every "
         "launch is compiled for sm_90; bytes are those of its tensors, instructions and tensor-core products those of "
         "its machine code. An element is one of the model's features of one token; instructions are per thread. The "
-        "limit is what the predicted time is made of. `benchmarks/gpu/budget.py` has the rates and the arithmetic.", "",
+        "limit is what the predicted time is made of. `benchmarks/launch_costs.py` has rates and arithmetic.", "",
         *(line for name in names for line in section(name)),
         f"Written by `python benchmarks/gpu_budget.py --models {' '.join(names)} --write`.",
     ]  # fmt: skip
