@@ -88,7 +88,8 @@ def groups() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for rows, length in (*s.trained, (1, s.longest)):
         found[f"step, {rows} × {length:,}"] = partial(step, rows, length)
-    found["captured step"] = partial(with_documents, *s.trained[-1])
+    for rows, length in s.trained:
+        found[f"captured step, {rows} × {length:,}"] = partial(with_documents, rows, length)
     for name, config in ((s.model, block), (s.shape.name, wide)):
         for rows in s.decoded:
             decode = partial(decoding.measure, name, config, rows, bench)

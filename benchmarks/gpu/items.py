@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import shutil
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def one(measure: Callable[..., Row], *arguments: Any) -> Callable[[], list[Row]]
 
 def first(s: Sizes, record: Record) -> list[Item]:
     """Return the items of the first command: what decides."""
-    b, short, variants = s.bench, s.trained[-1], [x for family in OPERATORS for x in of_family(family)]
+    b, few, variants = s.bench, math.prod(s.trained[-1]), [x for family in OPERATORS for x in of_family(family)]
     compares = lru_cache(maxsize=1)(lambda name: yardstick(operator_of(name, s.compared, b)))
     return [
         Item("rates", 30, one(rates, b, *s.rates)),
@@ -108,8 +109,9 @@ def first(s: Sizes, record: Record) -> list[Item]:
         Item("kernels of a step with the winners", 30, partial(_with_winners, record, partial(_kernels, s))),
         *(Item(f"training {rows} × {length:,}: {name}", 40, one(training.train, name, config, rows, length, b))
           for rows, length in s.trained for name, config in models(s)),
-        *(Item(f"captured step: {name}", 40, partial(training.train_captured, name, config, *short, b, s.losses))
-          for name, config in models(s)),
+        *(Item(f"captured step {rows} × {length:,}: {name}", 40,
+               partial(training.train_captured, name, config, rows, length, b, s.losses if rows * length == few else 2))
+          for rows, length in s.trained for name, config in models(s) if name == s.model or rows * length == few),
         *(Item(f"decoding {rows} rows", 30, one(_decoding, s, s.model, s.config, rows)) for rows in s.decoded),
         *(Item(f"decoding {rows} rows, {x}", 30, one(_decoding, s, s.model, s.config, rows, x))
           for rows in s.decoded for x in OF_DECODING),

@@ -20,7 +20,7 @@ from gecko.train.throughput import peak_flops
 
 DTYPE = torch.bfloat16
 """Dtype of activations, and of the weights that decode."""
-LONGEST = 5.0
+LONGEST = 3.0
 """Approximate seconds for all calls of one function: a long function is called less often, but at least three times."""
 SCRATCH_BYTES, FILLS = 2**28, 48
 """Several times the size of a card's cache, and the number of fills before a call, which take some milliseconds."""
