@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import math
 import shutil
 import subprocess
 import sys
@@ -98,7 +97,7 @@ def one(measure: Callable[..., Row], *arguments: Any) -> Callable[[], list[Row]]
 
 def first(s: Sizes, record: Record) -> list[Item]:
     """Return the items of the first command: what decides."""
-    b, few, variants = s.bench, math.prod(s.trained[-1]), [x for family in OPERATORS for x in of_family(family)]
+    b, variants = s.bench, [x for family in OPERATORS for x in of_family(family)]
     compares = lru_cache(maxsize=1)(lambda name: yardstick(operator_of(name, s.compared, b)))
     return [
         Item("rates", 30, one(rates, b, *s.rates)),
@@ -109,13 +108,14 @@ def first(s: Sizes, record: Record) -> list[Item]:
         Item("kernels of a step with the winners", 30, partial(_with_winners, record, partial(_kernels, s))),
         *(Item(f"training {rows} × {length:,}: {name}", 40, one(training.train, name, config, rows, length, b))
           for rows, length in s.trained for name, config in models(s)),
-        *(Item(f"captured step {rows} × {length:,}: {name}", 40,
-               partial(training.train_captured, name, config, rows, length, b, s.losses if rows * length == few else 2))
-          for rows, length in s.trained for name, config in models(s) if name == s.model or rows * length == few),
         *(Item(f"decoding {rows} rows", 30, one(_decoding, s, s.model, s.config, rows)) for rows in s.decoded),
         *(Item(f"decoding {rows} rows, {x}", 30, one(_decoding, s, s.model, s.config, rows, x))
           for rows in s.decoded for x in OF_DECODING),
         Item("decoding, wide", 20, one(_decoding, s, s.shape.name, s.shape.config, s.decoded[0])),
+        *(Item(f"captured step {rows} × {length:,}: {name}", 40,
+               partial(training.train_captured, name, config, rows, length, b, losses))
+          for (rows, length), losses in zip(reversed(s.trained), (s.losses, 4, 4), strict=True)
+          for name, config in models(s)[: 2 if losses == s.losses else 1]),
     ]  # fmt: skip
 
 

@@ -26,7 +26,8 @@ A machine took 35 s to start, and the first command 100 s, with all kernels in t
        both commands in benchmarks/results, and make the page there: ``--page FILE.jsonl``.
 
 Every result is a line of JSON, written at once. An item that fails or exceeds its time loses only what was left of it.
-If the process itself hangs or the card no longer answers, it starts itself anew with the next item.
+If the process itself hangs or the card no longer answers, it starts itself anew with the next item; if the process
+ends, the same command goes on with the next item.
 """
 
 from __future__ import annotations
@@ -74,9 +75,13 @@ def run(items: Sequence[Item], record: Record, deadline: float, bench: Bench, re
     """
     from gpu.record import Record
 
-    done = {row["item"] for row in Record(record.path).rows("items")}
+    before = Record(record.path)
+    begun, done = ({row["item"] for row in before.rows(table)} for table in ("begun", "items"))
     for item in items:
-        if item.name not in done:
+        if item.name in begun - done:
+            record.add(item.name, {"table": "items", "ended": "ended the process", "seconds": 0.0, "compiled": 0})
+        elif item.name not in done:
+            record.add(item.name, {"table": "begun"})
             _run(item, record, deadline - time.time(), bench, restart)
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def frames(content: bytes) -> bytes:
     return b"".join(zstandard.ZstdCompressor().compress(part) for part in (content[:middle], content[middle:]))
 
 
-COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": frames}
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": partial(gzip.compress, mtime=0), ".zst": frames}
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,16 @@ def _batch(number: int, documents: int) -> Batch:
     return Batch(text[:, :-1], text[:, 1:], ids)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_losses_and_gradients_are_those_of_eager_steps(precision, checkpointing, device):
-    """Each of two parts of each batch has its replay; batches with one document a row have another graph."""
+def test_losses_and_gradients_are_those_of_eager_steps(precision, checkpointing, parts, device):
+    """Each part of a batch has its replay; batches with one document a row have another graph."""
     model = cases.model("gecko", torch.float32).to(device)
     model.activation_checkpointing = checkpointing
     eager, captured = copy.deepcopy(model), CapturedGradients(model, precision)
     for number, documents in enumerate([3, 5, 1, 4, 1, 3]):
-        given = split_batch(_batch(number, documents), 2, next(model.parameters()).device)
+        given = split_batch(_batch(number, documents), parts, next(model.parameters()).device)
         eager.zero_grad()
         assert torch.equal(captured(given), compute_gradients(eager, given, precision))
         for (name, mine), wanted in zip(model.named_parameters(), eager.parameters(), strict=True):

@@ -11,7 +11,8 @@ A graph serves every batch whose layout has tensors of the same shapes, and is t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,16 +61,22 @@ class CapturedGradients:
         Raises:
             RuntimeError: a step of this model and shape cannot be captured.
         """
-        parameters = list(self._model.parameters())
+        parameters = [x for x in self._model.parameters() if x.requires_grad]
         if self._places != (places := [x.data_ptr() for x in parameters]):  # graphs read them where they were
-            self._graphs, self._gradients, self._places = [], {}, places
+            if self._graphs:
+                self._recorder.wait()
+            self._graphs, self._places = [], places
+            # Made before activations are: memory between these could not be given to graphs.
+            self._gradients = {x: torch.zeros_like(x) for x in parameters}
         for parameter in parameters:  # others may have been put in their place
             parameter.grad = self._gradients.get(parameter)
         if self._gradients:
             torch._foreach_zero_(list(self._gradients.values()))
         total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
-        for part in parts:
-            total += self._part(part)  # before the next replay overwrites it
+        with _without_unused(parameters) if not self._graphs else nullcontext():
+            for part in parts:
+                total += self._part(part)  # before the next replay overwrites it
+        self._gradients = {x: x.grad for x in parameters if x.grad is not None}
         return total
 
     def _part(self, part: BatchPart) -> Tensor:
@@ -89,8 +96,6 @@ class CapturedGradients:
         return self._capture(graph) if graph.replay is None else graph.replay()
 
     def _capture(self, graph: _Graph) -> Tensor:
-        found = {x: x.grad for x in self._model.parameters() if x.grad is not None}
-        self._gradients.update(found)
         try:
             loss, graph.replay = self._recorder(lambda: self._compute(graph.given, graph.segments))
         except (RuntimeError, TypeError) as error:
@@ -104,6 +109,20 @@ class CapturedGradients:
         with autocast(self._precision, tokens.device):
             mean = self._model.loss_of_layout(tokens, targets, segments)
         return add_gradients(mean, weight)
+
+
+@contextmanager
+def _without_unused(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Within the context, ``parameters`` get gradients; afterwards those that did not have None."""
+    used = set[Tensor]()
+    hooks = [x.register_post_accumulate_grad_hook(used.add) for x in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for parameter in parameters:
+        parameter.grad = parameter.grad if parameter in used else None
 
 
 class _Graph:

@@ -34,7 +34,7 @@ class Grid:
     """Grid of n chunks that covers a call. The first chunk has ``phase`` tokens of earlier calls before the call's own,
     and the last chunk ends with ``empty`` unused places.
 
-    whole: every place of the grid holds a counted token.
+    whole: every place of the grid holds a counted token, whatever the documents are.
     counted: (B, 1, n, c, 1) bool, tokens of the call that belong to the last document of their chunk (so far).
     allowed: (B, 1, n, c, 1) bool, tokens that may read: their document started before the previous chunk.
     resets: (B, n) bool, the document at the end of the chunk (so far) started in that chunk.
@@ -74,8 +74,9 @@ class Grid:
             padded = F.pad(mask, (phase, empty)).unflatten(1, (chunks, chunk_size))
             return to_device(padded[:, None, :, :, None], segments.device)
 
-        # Without a document start every token of the call belongs to the last document of its chunk.
-        whole = phase == empty == 0 and (segments.starts is None or bool(counted.numpy().all()))
+        # Without a document start every token of the call belongs to the last document of its chunk. With one it may be
+        # so too, but a captured step must not depend on that.
+        whole = phase == empty == 0 and segments.starts is None
         resets = last_start >= torch.arange(chunks, device="cpu") * chunk_size
         continues = last_start[:, 0] < phase
         return cls(
