@@ -14,10 +14,11 @@ from kernels.recording import Configuration
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
 """Largest shared memory of one block in bytes, by compute capability."""
 
-CAPABILITIES = tuple(SHARED_LIMIT)
+CAPABILITIES = (80, 90, 100)
+"""Those that most launches are compiled for."""
 
 REGISTERS = 65_536
 """Registers of one multiprocessor, shared by all threads of its blocks."""

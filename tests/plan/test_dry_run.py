@@ -115,7 +115,7 @@ def test_operators_are_those_of_a_gpu() -> None:
         named = partial(FakeGPU, lambda operation, *_: seen.add(str(operation)))
         patch.setattr("gecko.plan.dry_run.FakeGPU", named)
         dry_step(run, MeshSizes(), 0)
-    names = ("cema", "timestep_norm", "attend_grid", "memory_chain", "swiglu", "cross_entropy")
+    names = ("cema", "timestep_norm", "attend_grid", "memory_read", "swiglu", "cross_entropy")
     assert {f"gecko.{name}.default" for name in names} <= seen
 
 

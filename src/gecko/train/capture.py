@@ -27,6 +27,8 @@ from gecko.train.step import BatchPart, add_gradients, autocast
 
 MOST_GRAPHS = 8
 """Graphs that are kept; a new one takes the place of that which was not used for longest."""
+_FAILED = list[Any]()
+"""Graphs whose capture failed. PyTorch's allocator may still call them, so they must not be freed."""
 
 Given = tuple[Tensor, Tensor, Tensor]
 """Tokens (B, T), trained targets (B, T) and weight () of a part."""
@@ -49,35 +51,62 @@ class CapturedGradients:
         self._model, self._precision = model, precision
         self._graphs: list[_Graph] = []
         """That which was used last comes first."""
+        self._most = MOST_GRAPHS
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
         """Those into which graphs add."""
-        self._places: list[int] = []
-        """Addresses of the parameters."""
-        self._recorder = Recorder()
+        self._fixed: list[Any] = []
+        """What graphs take for given, of the last step; nothing if it failed."""
+        self._recorder = Recorder(next(model.parameters()).device)
 
     def __call__(self, parts: Sequence[BatchPart]) -> Tensor:
         """Replace the parameters' gradients by those of the parts, and return their loss, () float64 on the device.
 
+        If the memory does not suffice for several graphs, there is one from then on.
+
         Raises:
             RuntimeError: a step of this model and shape cannot be captured.
+            torch.OutOfMemoryError: the memory does not suffice for a graph.
         """
-        parameters = [x for x in self._model.parameters() if x.requires_grad]
-        if self._places != (places := [x.data_ptr() for x in parameters]):  # graphs read them where they were
-            if self._graphs:
-                self._recorder.wait()
-            self._graphs, self._places = [], places
+        try:
+            return self._sum(parts)
+        except torch.OutOfMemoryError:
+            if self._most == 1:
+                raise
+        self._most = 1  # here, as the error keeps activations
+        self._drop()
+        return self._sum(parts)
+
+    def _sum(self, parts: Sequence[BatchPart]) -> Tensor:
+        every, buffers = list(self._model.parameters()), self._model.buffers()
+        fixed = [
+            self._model.z_loss, self._model.activation_checkpointing, *((x.data_ptr(), x.requires_grad) for x in every),
+            *(x.data_ptr() for x in buffers),
+        ]  # fmt: skip
+        if self._fixed != fixed:
+            self._drop()
             # Made before activations are: memory between these could not be given to graphs.
-            self._gradients = {x: torch.zeros_like(x) for x in parameters}
-        for parameter in parameters:  # others may have been put in their place
+            self._gradients = {x: torch.zeros_like(x) for x in every if x.requires_grad}
+        self._fixed = []
+        for parameter in every:  # others may have been put in their place
             parameter.grad = self._gradients.get(parameter)
         if self._gradients:
             torch._foreach_zero_(list(self._gradients.values()))
         total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
-        with _without_unused(parameters) if not self._graphs else nullcontext():
+        with _without_unused(list(self._gradients)) if not self._graphs else nullcontext():
             for part in parts:
                 total += self._part(part)  # before the next replay overwrites it
-        self._gradients = {x: x.grad for x in parameters if x.grad is not None}
+        self._gradients = {x: x.grad for x in every if x.grad is not None}
+        self._fixed = fixed
         return total
+
+    def _drop(self, kept: int = 0) -> None:
+        """Drop all graphs but those that were ``kept`` last."""
+        dropped = self._graphs[kept:]
+        if any(graph.replay for graph in dropped):
+            self._recorder.wait()  # it may be replaying them
+        self._graphs = self._graphs[:kept]
+        if dropped and not any(graph.replay for graph in self._graphs):
+            self._recorder.forget()
 
     def _part(self, part: BatchPart) -> Tensor:
         ids, device = part.segment_ids, part.tokens.device
@@ -86,10 +115,9 @@ class CapturedGradients:
         given = part.tokens, trained_targets(part.tokens, part.targets, ids), part.weight
         graph = next((graph for graph in self._graphs if graph.takes(given, segments)), None)
         if graph is None:
+            self._drop(self._most - 1)
             loss = self._compute(given, segments)
-            if len(self._graphs) == MOST_GRAPHS:
-                self._recorder.wait()
-            self._graphs = [_Graph(given, segments), *self._graphs[: MOST_GRAPHS - 1]]
+            self._graphs.insert(0, _Graph(given, segments))
             return loss
         self._graphs.remove(graph)
         self._graphs.insert(0, graph)
@@ -99,8 +127,11 @@ class CapturedGradients:
         try:
             loss, graph.replay = self._recorder(lambda: self._compute(graph.given, graph.segments))
         except (RuntimeError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+                cause = cause.__context__
+            if cause is not None:
+                raise cause from None
             raise RuntimeError(f"a step of this model cannot be captured: {error}. Set capture=false.") from error
         return loss
 
@@ -156,30 +187,46 @@ class _Graph:
 
 
 class Recorder:
-    """Captures launches as CUDA graphs, which use the same memory one after the other."""
+    """Captures launches on a device as CUDA graphs, which use the same memory one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
         self._pool: Any = None
 
     def wait(self) -> None:
         """Wait for the device, before a graph is dropped which it may be replaying."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
+
+    def forget(self) -> None:
+        """Give the memory of graphs back, after the last one was dropped: later ones cannot use it."""
+        self._pool = None
+        torch.cuda.empty_cache()
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
         """Compute once, on a stream of its own, and capture the same launches. Return what was computed, and a function
         that replays them and returns what they compute, which lasts until the next replay."""
-        here, stream, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            first = compute()
-        here.wait_stream(stream)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # Other threads, as those that read data, may use the device meanwhile.
-        with without_copies(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
-            result = compute()
+        with torch.cuda.device(self._device):
+            here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            self._stream = stream = self._stream or torch.cuda.Stream()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                first = compute()
+            here.wait_stream(stream)
+            # Other threads, as those that read data, may use the device meanwhile.
+            capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed")
+            try:
+                with torch.cuda.stream(here), without_copies(), capture:  # a failed capture leaves its stream current
+                    result = compute()
+            except BaseException:
+                _FAILED.append(graph)
+                self._pool = None
+                raise
 
         def replay() -> Tensor:
-            graph.replay()
+            with torch.cuda.device(self._device):
+                graph.replay()
             return result
 
         return first, replay

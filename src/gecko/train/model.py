@@ -77,7 +77,7 @@ def compile_block(block: nn.Module, **settings: Any) -> None:
     """
     if isinstance(block, Block):  # a Llama's attention is never compiled
         mixer: Any = block.mixer
-        for module in (mixer.norm, mixer.cema):
+        for module in filter(None, (mixer.norm, mixer.cema)):
             module.forward = torch.compiler.disable(module.forward)
         mixer.mix = torch.compiler.disable(mixer.mix)
         alone, on_rank = mixer.forward, torch.compiler.disable(mixer.forward)

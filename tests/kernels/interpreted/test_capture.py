@@ -45,9 +45,9 @@ class Repeated:
 
     graphs: int
     model: torch.nn.Module
-    wait = staticmethod(lambda: None)
+    wait = forget = staticmethod(lambda: None)
 
-    def __init__(self) -> None:
+    def __init__(self, _: torch.device) -> None:
         Repeated.graphs = 0
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -225,11 +225,11 @@ def test_documents_that_are_not_built_cannot_be_read():
 def test_a_graph_is_captured_after_the_launches_ran_once_and_copies_nothing(monkeypatch):
     """With a device that notes what is asked of it."""
     asked = MagicMock()
-    for name in ("current_stream", "Stream", "CUDAGraph", "graph_pool_handle", "stream", "graph"):
+    for name in ("current_stream", "Stream", "CUDAGraph", "graph_pool_handle", "stream", "graph", "device"):
         monkeypatch.setattr(torch.cuda, name, getattr(asked, name))
     asked.graph.return_value.__enter__.side_effect = lambda: events.append("capture")
     asked.CUDAGraph.return_value.replay.side_effect = lambda: events.append("replay")
-    events, recorder = [], Recorder()
+    events, recorder = [], Recorder(torch.device("cuda", 1))
 
     def compute() -> Tensor:
         events.append("compute")

@@ -284,10 +284,11 @@ def _tiles(rows: int, outputs: int, weights: Weights, x: Tensor, matrices: int =
         out = 64 if many > 16 else 32
         while out > 16 and blocks(outputs, out) < _PROGRAMS:
             out //= 2
-        inner = 128 if narrow else 64
+        # Tiles of all stages, of x and of all matrices, fit in the 99 KB of small GPUs.
+        inner = (128 if narrow else 64) // (matrices if out == 64 else 1)
         if narrow and out == 16 and many * matrices <= 32:
-            # Few programs: each keeps 48 KB of weights in flight, or most of its rows.
-            inner = (512 if weights.inputs > 1024 else 256) // matrices
+            # Few programs: each keeps up to 48 KB of weights in flight, or most of its rows.
+            inner = 512 if weights.inputs > 1024 and many * matrices == 16 else 256
     inner = min(inner, tile(weights.inputs))
     return {"many": many, "out": out, "inner": inner, "stride": weights.weight.shape[1], "operand_type": operand(x)}
 

@@ -199,7 +199,9 @@ def _gradients(p_x, p_weight, p_grad_y, p_grad_sum, p_grad_x, p_grad_narrow, p_s
         i_weight = tl.zeros([steps, 1, 1], tl.int32) + i_column[None]
         m_weight = tl.broadcast_to(m_column[None], [steps, together, width])
         b_weight = 1 + tl.load(p_weight + i_weight, mask=m_weight, other=0.0).to(tl.float32)
-    for first in tl.range(program * steps, rows, programs * steps, num_stages=3):
+    # Two more of wider rows, which may be float32, would not fit in shared memory.
+    stages: tl.constexpr = 3 if steps * together * width <= 4096 else 1
+    for first in tl.range(program * steps, rows, programs * steps, num_stages=stages):
         i_row = first + tl.arange(0, steps)
         m_x = (i_row < rows)[:, None, None] & m_column[None]
         offsets = (i_row * features)[:, None, None] + i_column[None]

@@ -267,6 +267,7 @@ def read_gradient(
     grad_psi = float32_product(grad, memories.flatten(0, 1).mT)
     grad_q, grad_normaliser = features_backward(q, allowed, None, normaliser, (None, None), grad_psi, adaptive, q.dtype)
     grad_memories = float32_product(psi.mT, grad).view_as(memories)
+    del psi, grad_psi  # the chain needs much memory
     of_chain = chain_backward_forms(grad_memories, grad_last, a, first, b, rho, memories)
     return grad_q, grad_normaliser, *of_chain
 
