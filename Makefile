@@ -125,8 +125,8 @@ masks: .venv/simulated  ## Remove each mask and barrier of the kernels in a copy
 	PYTHONPATH=tests $(BIN)/python tests/faults/masks.py
 
 test-gpu: .venv/test  ## Run the tests of operators and models on this machine's GPU
-	$(BIN)/pytest -n 4 tests/gpu/test_sizes.py tests/gpu/test_models.py
-	$(BIN)/pytest -n 4 tests/gpu/test_operators.py
+	$(BIN)/pytest -v -n 4 tests/gpu/test_capture.py tests/gpu/test_sizes.py tests/gpu/test_models.py
+	$(BIN)/pytest -v -n 4 tests/gpu/test_operators.py
 
 clean:
 	rm -rf .venv .venv-docs .venv-vllm build

@@ -183,7 +183,7 @@ def _equal_rows(s: Sizes, *variants: Variant) -> Iterator[Row]:
         yield from decoding.equal_rows(s.equal_rows(), *s.equal, s.bench, "without barriers: " if variants else "")
 
 
-TESTS = {"test_sizes.py": 60, "test_operators.py": 60, "test_models.py": 120}
+TESTS = {"test_capture.py": 30, "test_sizes.py": 60, "test_operators.py": 60, "test_models.py": 120}
 """Seconds that each file of tests/gpu may take."""
 
 
