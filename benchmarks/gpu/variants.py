@@ -1,6 +1,6 @@
 """Other forms of kernels, tried on a card beside the chosen ones: the fastest that is as right becomes the choice.
 
-A variant edits the source of production kernels, changes their launches, or replaces constants, so each stays beside
+A variant edits the source of production kernels or changes their launches, so each stays beside
 the code that it differs from; an edit whose text is no longer in the source is an error. Variants are for
 measurements: ``quarter_hour.py`` compares each with the eager form and times it.
 """
@@ -13,7 +13,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,12 +22,11 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 from gpu.kernel_times import kernel_name
-from gpu.operators import AVERAGE, GECKO, MEMORY, NORM, TIMESTEP
+from gpu.operators import GECKO, MEMORY
 from gpu.record import Row
 
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch, blocks, tile
-from gecko.ops.timestep_norm import triton as timestep_norm
 
 FOLDER = Path(__file__).parents[2] / "build" / "variants"
 """Where edited modules are written: Triton reads the source of kernels from files."""
@@ -50,8 +49,6 @@ class Variant:
     edits: Edits = dataclasses.field(default_factory=dict)
     """Edits of the source of these kernels' modules and of the modules that they import."""
     change: Change = lambda launch: launch
-    constants: tuple[tuple[Any, str, Any], ...] = ()
-    """Objects, names and values of constants to replace."""
 
     def __str__(self) -> str:
         return f"{self.family}: {self.name}"
@@ -77,10 +74,7 @@ def applied(*variants: Variant) -> Iterator[None]:
             launch = variant.of(launch)
         return before(launch)
 
-    with ExitStack() as stack:
-        for owner, name, value in (constant for variant in variants for constant in variant.constants):
-            stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(patch.object(Launch, "run", run))
+    with patch.object(Launch, "run", run):
         yield
 
 
@@ -129,20 +123,6 @@ def sized(launch: Launch, **sizes: Any) -> Launch:
 # ---- The variants
 
 
-def _channels(launch: Launch, channels: int, warps: int) -> Launch:
-    """Return a moving average with fewer channels per program: fewer warps wait for each other."""
-    sizes, modes = launch.arguments, blocks(launch.arguments["modes"], launch.arguments["b_n"])
-    of_modes = modes if launch.kernel.__name__ == "gradients_kernel" else 1
-    grid = (launch.grid[0], blocks(sizes["channels"], channels) * of_modes)
-    return dataclasses.replace(sized(launch, b_d=channels, warps=warps), grid=grid)
-
-
-def _halved(*shape: Any, of: Callable[..., dict[str, int]] = timestep_norm._sizes) -> dict[str, int]:
-    """Return tiles of half the steps."""
-    sizes = of(*shape)
-    return {**sizes, "spans": max(1, sizes["spans"] // 2)}
-
-
 def _chain(launch: Launch, stages: int) -> Launch:
     """Return a chain of memories with tiles of 256 × 16."""
     keys = tile(launch.arguments["key_width"])
@@ -162,24 +142,14 @@ def _columns(launch: Launch, factor: int) -> Launch:
     return dataclasses.replace(sized(launch, **changed), grid=(rows, heads, blocks(parts, factor)))
 
 
-_AVERAGES = ("cema.filter_kernel", "cema.gradients_kernel")
-_TIMESTEPS = ("timestep_norm.normalise_tiles", "timestep_norm.gradients")
 _CHAINS = ("working_memory._chain_kernel", "working_memory._chain_backward_kernel")
 _BARRIERS = {
     f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_average", "triton_heads", "triton_mixer")
 }  # fmt: skip
 
-OPERATORS = {"moving average": AVERAGE, "norm gradients": NORM, "timestep norm": TIMESTEP, "memory chain": MEMORY}
+OPERATORS = {"memory chain": MEMORY}
 """By family, the operator that shows it."""
 VARIANTS = [
-    *(
-        Variant("moving average", f"{channels} channels, {warps} warps", _AVERAGES,
-                change=partial(_channels, channels=channels, warps=warps))
-        for channels, warps in ((4, 4), (4, 8))
-    ),
-    Variant("norm gradients", "4 warps", ("norms._gradients",), change=partial(sized, warps=4, registers=255)),
-    Variant("timestep norm", "half the steps, 2 warps", _TIMESTEPS, change=partial(sized, warps=2),
-            constants=((timestep_norm, "_sizes", _halved),)),
     *(
         Variant("memory chain", f"tiles 256, 16, {stages} stages", _CHAINS, change=partial(_chain, stages=stages))
         for stages in (3, 4)

@@ -145,7 +145,7 @@ class Segments:
     """Whether the state after the call is used. If not, operators may return any state of the right shapes."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     builders: dict[Hashable, Callable[[Segments], Any]] = field(default_factory=dict, repr=False, compare=False)
-    """What ``shared`` was given so far, in order."""
+    """Functions that ``shared`` has called, by key, in order."""
 
     @classmethod
     def build(

@@ -257,14 +257,14 @@ def test_an_edit_of_code_that_is_gone_is_an_error():
 def test_applied_variants_change_what_is_launched(monkeypatch):
     seen: list[Launch] = []
     monkeypatch.setattr(Launch, "run", lambda launch: seen.append(launch))
-    _, variant = variants.of_family("timestep norm")
-    from gecko.ops.timestep_norm.triton import gradients
+    variant = next(x for x in variants.OF_DECODING if str(x) == "values: 4 warps")
+    from gecko.ops.decoding.triton_mixer import mix_kernel
 
-    launch = Launch(gradients, (1,), {}, 4)
+    launch = Launch(mix_kernel, (1,), {}, 8)
     with variants.applied(variant):
         launch.run()
     launch.run()
-    assert [x.warps for x in seen] == [2, 4]
+    assert [x.warps for x in seen] == [4, 8]
 
 
 # ---- Kernels that were compiled beforehand

@@ -248,7 +248,8 @@ def test_a_recipe_with_old_field_names_keeps_its_command(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "needed"),
     [("compile=true", "compile=false"), ("precision=float8", "precision=bfloat16"),
-     ("data.carry_state=true", "data.carry_state=false"), ("parallel.context=2", "parallel.context=1")],
+     ("data.carry_state=true", "data.carry_state=false"), ("parallel.context=2", "parallel.context=1"),
+     ("profile=10,12", "profile=none")],
 )  # fmt: skip
 def test_a_step_that_cannot_be_captured_is_refused(override: str, needed: str) -> None:
     run = apply_overrides(get_recipe("tiny"), ["capture=true"])

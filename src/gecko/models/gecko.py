@@ -127,8 +127,8 @@ class Gecko(nn.Module):
         return self._loss(tokens, targets, segment_ids, None, context, keeps_state=False)[0]
 
     def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
-        """Return ``loss`` for targets that ``trained_targets`` returned and a layout of the call that keeps no state.
-        The host reads and copies nothing of a batch that ``segments`` has not built."""
+        """Return ``loss`` of targets from ``trained_targets``, for a layout that keeps no state. The host reads nothing
+        of a batch but what ``segments`` has built."""
         hidden, _ = self._through_blocks(self._embed(tokens), None, segments)
         return self._mean_loss(hidden, targets)
 

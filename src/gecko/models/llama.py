@@ -178,12 +178,13 @@ class Llama(nn.Module):
 
         A ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows.
         """
-        hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), z_loss=self.z_loss)
+        return self._mean_loss(*self._with_targets(tokens, targets, segment_ids, context))
 
     def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
         """Return ``loss`` as ``Gecko.loss_of_layout`` does, for rows of one document each."""
-        hidden = self._of_layout(tokens, segments)
+        return self._mean_loss(self._of_layout(tokens, segments), targets)
+
+    def _mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), z_loss=self.z_loss)
 
     @torch.no_grad()

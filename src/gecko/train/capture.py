@@ -55,7 +55,7 @@ class CapturedGradients:
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
         """Those into which graphs add."""
         self._fixed: list[Any] = []
-        """What graphs take for given, of the last step; nothing if it failed."""
+        """Addresses and settings that graphs depend on, at the last step; empty if it failed."""
         self._recorder = Recorder(next(model.parameters()).device)
 
     def __call__(self, parts: Sequence[BatchPart]) -> Tensor:

@@ -263,7 +263,7 @@ class Run:
         unfit = {
             "compile=false": self.compile, "precision=bfloat16": self.precision.startswith("float8"),
             "parallel.context=1": self.parallel.context > 1, "data.carry_state=false": self.data.carry_state,
-            "a model that is a Gecko": self.model.chunk_size is None,
+            "profile=none": self.profile is not None, "a model that is a Gecko": self.model.chunk_size is None,
         }  # fmt: skip
         if needed := [setting for setting, is_unfit in unfit.items() if is_unfit]:
             raise ValueError(

@@ -151,6 +151,40 @@ def test_parameters_that_moved_are_not_read_where_they_were():
     assert Repeated.graphs == 2
 
 
+def test_with_too_little_memory_for_several_graphs_there_is_one(monkeypatch):
+    """The step of the second shape finds no memory beside the first graph, and is made again without it."""
+    model = _model(ATTENTION)
+    eager, captured = copy.deepcopy(model), _captured(model)
+    compute, dropped = CapturedGradients._compute, 0
+
+    def compute_if_alone(self: CapturedGradients, given: tuple[Tensor, Tensor, Tensor], segments: Segments) -> Tensor:
+        nonlocal dropped
+        loss = compute(self, given, segments)
+        others = [graph for graph in self._graphs if graph.given[0].shape != given[0].shape]
+        if given[0].shape[1] == 16 and any(graph.replay for graph in others):
+            dropped += 1
+            raise torch.OutOfMemoryError("no memory beside a graph")
+        return loss
+
+    monkeypatch.setattr(CapturedGradients, "_compute", compute_if_alone)
+    for number, length in enumerate((LENGTH, LENGTH, LENGTH, 16, 16, 16, LENGTH)):
+        given = split_batch(_batch(number, [[3], [9]], length), 1, CPU)
+        eager.zero_grad()
+        assert torch.equal(captured(given), compute_gradients(eager, given, "float32"))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+    assert dropped == 1
+
+
+def test_a_parameter_that_is_frozen_loses_its_gradient():
+    model = _model(ATTENTION)
+    captured, given = _captured(model), split_batch(_batch(0, STARTS[0]), 1, CPU)
+    for frozen in (False, False, True, True):
+        model.embedding.weight.requires_grad_(not frozen)
+        captured(given)
+        assert (model.embedding.weight.grad is None) == frozen
+        assert model.final_norm.weight.grad is not None
+
+
 def test_gradients_are_those_of_the_graph_whatever_others_left_there():
     """An evaluation that looks for values that are not finite puts None in their place, others their own tensors."""
     model = _model(ATTENTION)

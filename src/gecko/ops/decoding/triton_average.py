@@ -88,7 +88,7 @@ def average_kernel(
     b_x = tl.load(p_x + row * features + i_feature, mask=m_x, other=0.0)
     b_scale = tl.load(p_scale + i_feature, mask=m_x, other=0.0)
     b_shift = tl.load(p_shift + i_feature, mask=m_x, other=0.0)
-    if p_state is not None:  # all is asked for before anything is stored, and waits once
+    if p_state is not None:  # all loads are issued before the first store, and waited for once
         p_state = state_of(p_state, p_page, row, 2 * features * modes, page_bytes)
         loaded = _loaded(p_tables, p_skip, p_state, m_x, i_feature, features, modes, modes_width, table_row)
     b_center, b_spread = _running_norm(

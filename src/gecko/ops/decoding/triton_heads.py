@@ -79,7 +79,7 @@ def _score(
         i_key = tl.arange(0, width)
         m_key = i_key < key
         p_ring = p_keys + i_slot[:, None] * key + i_key[None, :]
-        # What takes longest is asked for first: the query is computed meanwhile.
+        # The longest loads are issued first; the query is computed meanwhile.
         b_keys = tl.load(p_ring, mask=(visible & ~is_own)[:, None] & m_key[None, :], other=0.0)
 
         # A key of the previous chunk is c positions farther away than its rotation says.
