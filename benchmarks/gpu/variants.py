@@ -26,7 +26,7 @@ from gpu.operators import GECKO, MEMORY
 from gpu.record import Row
 
 from gecko.ops.backends import dispatch
-from gecko.ops.backends.dispatch import Launch, blocks, tile
+from gecko.ops.backends.dispatch import Launch, tile
 
 FOLDER = Path(__file__).parents[2] / "build" / "variants"
 """Where edited modules are written: Triton reads the source of kernels from files."""
@@ -129,20 +129,7 @@ def _chain(launch: Launch, stages: int) -> Launch:
     return sized(launch, stages=stages, block_r=min(256, keys), block_s=min(16, keys))
 
 
-def _row(launch: Launch, inner: int) -> Launch:
-    """Return a product of one row with other tiles."""
-    inner = min(inner, tile(launch.arguments["inputs"]))
-    return sized(launch, inner=inner) if launch.arguments["many"] == 1 else launch
-
-
-def _columns(launch: Launch, factor: int) -> Launch:
-    """Return the sum of values with tiles of the same size that are wider."""
-    given, (rows, heads, parts) = launch.arguments, launch.grid
-    changed = {"columns": given["columns"] * factor, **{x: given[x] // factor for x in ("slots", "rows")}}
-    return dataclasses.replace(sized(launch, **changed), grid=(rows, heads, blocks(parts, factor)))
-
-
-_CHAINS = ("working_memory._chain_kernel", "working_memory._chain_backward_kernel")
+_CHAIN = ("working_memory._chain_backward_kernel",)
 _BARRIERS = {
     f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_average", "triton_heads", "triton_mixer")
 }  # fmt: skip
@@ -151,19 +138,13 @@ OPERATORS = {"memory chain": MEMORY}
 """By family, the operator that shows it."""
 VARIANTS = [
     *(
-        Variant("memory chain", f"tiles 256, 16, {stages} stages", _CHAINS, change=partial(_chain, stages=stages))
-        for stages in (3, 4)
+        Variant("memory chain", f"back, 256 × 16, {stages} stages", _CHAIN, change=partial(_chain, stages=stages))
+        for stages in (2, 3)
     ),
 ]  # fmt: skip
 """Those of operators."""
-_PRODUCTS = [f"decoding.{name}_kernel" for name in ("project", "gated", "onto")]
 OF_DECODING = [
-    Variant("products of a row", "2048 inputs", _PRODUCTS, change=partial(_row, inner=2048)),
-    Variant("products of a row", "in registers", _PRODUCTS, {"decoding.triton_products": (
-        ("num_stages=3", "num_stages=1"),
-    )}),
     Variant("values", "4 warps", ("decoding.mix_kernel",), change=partial(sized, warps=4)),
-    Variant("values", "twice the columns", ("decoding.mix_kernel",), change=partial(_columns, factor=2)),
     Variant("keys", "96 registers", ("decoding.heads_kernel",), change=partial(sized, registers=96)),
 ]  # fmt: skip
 WITHOUT_BARRIERS = Variant(

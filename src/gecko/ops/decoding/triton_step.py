@@ -220,7 +220,7 @@ class Launches:
 
     def _mix(self, rows: int, layer: Record) -> Launch:
         net, value = self._net, self._net["value"]
-        columns = min(64, tile(value))
+        columns = min(128, tile(value))
         while columns > 16 and rows * net["heads"] * blocks(value, columns) < _PROGRAMS:
             columns //= 2
         slots, channels = min(tile(2 * net["chunk"]), _VALUES // columns), net["memory_gate_channels"]
@@ -232,7 +232,7 @@ class Launches:
             "gate": gate, "channels": channels, "before": _before(layer, "memory_gate"), "slots": slots,
             "scored": min(4096, tile(2 * net["chunk"] + net["sinks"])),
             "sink_slots": min(slots, tile(net["sinks"], 1)), "columns": columns,
-            "rows": min(tile(net["key"]), (2048 if columns == 64 else 4096) // columns),
+            "rows": min(tile(net["key"]), (2048 if columns > 32 else 4096) // columns),
         }, 8)  # fmt: skip
 
     def _enter(self, rows: int, layer: Record) -> Launch:
