@@ -34,7 +34,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from tables import CODE, WHERE, Interval, Table, arguments, best, over_seeds, rows_of
+from tables import CODE, DEVICE, WHERE, Interval, Table, arguments, best, over_seeds, processor, rows_of
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
@@ -43,7 +43,9 @@ from gecko.inference.prefill import inference
 from gecko.layers.gated_attention import GatedAttention
 from gecko.models import Gecko
 from gecko.ops.loss import IGNORED
-from gecko.runtime.process import keep_freed_memory, processor_name
+from gecko.runtime.process import keep_freed_memory
+from gecko.train.capture import CapturedGradients
+from gecko.train.step import BatchPart, compute_gradients
 
 BEGIN, END = "<!-- benchmarks/capacity.py -->\n", "<!-- end capacity -->\n"
 """Marks of the table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
@@ -115,7 +117,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Ten
     total = log_decay.cumsum(-1)
     kept = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
     since, left, strength = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None], strength[..., None]
-    system = torch.eye(chunk) + (strength * kept * (k @ k.mT)).tril(-1)
+    system = torch.eye(chunk, device=k.device) + (strength * kept * (k @ k.mT)).tril(-1)
     right = torch.cat([strength * v, strength * since * k], dim=-1)
     values, keys = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], dim=-1
@@ -192,20 +194,36 @@ def build(form: Form, width: int) -> Gecko:
         return Gecko(replace(config, **form.model(width)))
 
 
+def gradients_of(model: Gecko) -> Callable[[SyntheticBatch], Tensor]:
+    """Return what replaces the parameters' gradients by those of a batch, and returns its loss; on a GPU by graphs,
+    which the orthogonal memory cannot be part of."""
+    captured = DEVICE.type == "cuda" and model.config.memory != "orthogonal"
+    graphs = CapturedGradients(model, "float32") if captured else None
+    weight = torch.ones((), dtype=torch.float64, device=DEVICE)
+
+    def compute(batch: SyntheticBatch) -> Tensor:
+        given = batch.tokens.to(DEVICE), batch.targets.to(DEVICE)
+        part = BatchPart(*given, torch.zeros_like(batch.tokens), weight)
+        if graphs is not None:
+            return graphs([part])
+        model.zero_grad()
+        return compute_gradients(model, [part], "float32")
+
+    return compute
+
+
 def train(cell: Cell) -> tuple[Gecko, int]:
     """Return a trained model and its number of steps."""
     torch.manual_seed(cell.seed)
-    model = build(FORMS[cell.form], cell.width)
+    model = build(FORMS[cell.form], cell.width).to(DEVICE)
+    gradients = gradients_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cell.rate, betas=(0.9, 0.95), weight_decay=0.0)
     rise, losses = max(1, cell.steps // 10), list[float]()
     for step in range(cell.steps):
         down = 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, cell.steps - rise)))
         optimizer.param_groups[0]["lr"] = cell.rate * ((step + 1) / rise if step < rise else down)
         grown = 4 if step < cell.steps / 4 else 2 if step < cell.steps / 2 else 1
-        batch = far_pairs(cell.pairs // grown, ROWS, "train", cell.seed, step)
-        loss = model.loss(batch.tokens, batch.targets)
-        optimizer.zero_grad()
-        loss.backward()
+        loss = gradients(far_pairs(cell.pairs // grown, ROWS, "train", cell.seed, step))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses = [*losses, loss.item()][-25:] if grown == 1 else []
@@ -221,12 +239,12 @@ def run(cell: Cell) -> list[tuple[object, ...]]:
     model, steps = train(cell)
     batch = far_pairs(cell.pairs, TEST_ROWS, cell.split, cell.seed)
     with inference(model):
-        logits, _ = model(batch.tokens)
-        loss = float(model.loss(batch.tokens, batch.targets))
-    distances = hits_by_distance(batch, logits.argmax(-1), CHUNK)
+        logits, _ = model(batch.tokens.to(DEVICE))
+        loss = float(model.loss(batch.tokens.to(DEVICE), batch.targets.to(DEVICE)))
+    distances = hits_by_distance(batch, logits.argmax(-1).cpu(), CHUNK)
     assert min(distances) >= 2, "no query may see its pair by attention"
     hits = [hit for found in distances.values() for hit in found]
-    return [(*cell.key, f"{fmean(hits):.4f}", f"{loss:.4f}", steps, *CODE, processor_name())]
+    return [(*cell.key, f"{fmean(hits):.4f}", f"{loss:.4f}", steps, *CODE, processor())]
 
 
 def found(form: str) -> dict[tuple[int, int], dict[int, float]]:

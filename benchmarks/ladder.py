@@ -35,7 +35,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 from scipy import stats
-from tables import WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
+from tables import DEVICE, WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
 from torch import nn
 
 from gecko.layers.linear import embedding_, linear
@@ -69,8 +69,6 @@ GATED, GECKO = CHANGES[1][0], CHANGES[-1][0]
 SLOWER, FASTER = (f"Megalodon with SwiGLU, {change} the learning rate" for change in ("half", "twice"))
 GATED_4M, GECKO_4M = "Megalodon with SwiGLU, 4 M", "Gecko, 4 M"
 SLOWER_4M, FASTER_4M = (f"{GATED_4M}, {change} the learning rate" for change in ("half", "twice"))
-BRIDGE = "Gecko again, by later code"
-"""A seed of Gecko by the code of the Llamas: what the code changes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,6 @@ BESIDE = (
     *LLAMAS_4M,
     Model(SLOWER, "compare_megalodon", RUNGS[1].overrides, GECKO, 4e-3),
     Model(FASTER, "compare_megalodon", RUNGS[1].overrides, GECKO, 1.6e-2),
-    Model(BRIDGE, "compare_megalodon", RUNGS[-1].overrides, GECKO, seeds=1),
     *LLAMAS,
     Model("Gecko, gate on attention and memory", "compare_gecko", ("model.gate=sum",), GECKO),
     Model("Gecko as the paper's text has it", "compare_paper", (), GECKO),
@@ -158,8 +155,10 @@ class Planned:
 
     def settings(self) -> list[str]:
         """Return the overrides of the recipe. Held-out losses are of the tuning novels."""
-        steps = ["steps=244"] if self.tuning else []
-        overrides = [*self.model.overrides, *steps, f"optimizer.learning_rate={self.rate:g}", f"seed={self.seed}"]
+        added = ["steps=244"] if self.tuning else []
+        if DEVICE.type == "cuda" and get_recipe(self.model.recipe).model.chunk_size is not None:
+            added.append("capture=true")  # as a Llama cannot be: it waits less for the host
+        overrides = [*self.model.overrides, *added, f"optimizer.learning_rate={self.rate:g}", f"seed={self.seed}"]
         return [
             *overrides, "sample.tokens=0", f"data.source={self.books / 'train'}",
             f"data.validation={self.books / 'tuning'}", f"evaluation.final_rows={768 if self.tuning else 64}",
@@ -193,7 +192,7 @@ def llama_like_gecko(recipe: str, seed: int) -> Llama:
 @torch.inference_mode()
 def score(model: LanguageModel, novel: Path) -> float:
     """Return the mean loss of evenly spaced rows of a novel, in nats per byte. Every row starts without a past."""
-    text = torch.frombuffer(bytearray(novel.read_bytes()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(novel.read_bytes()), dtype=torch.uint8).long().to(DEVICE)
     last = (len(text) - 1) // LENGTH
     places = [i * last // ROWS * LENGTH for i in range(ROWS)]
     rows = torch.stack([text[place : place + LENGTH + 1] for place in places])
@@ -214,7 +213,7 @@ def run(planned: Planned) -> list[tuple[object, ...]]:
     tuned = json.loads((folder / "results.json").read_text(encoding="utf-8"))["nats_per_byte"]
     if planned.tuning:
         return [(*planned.key, f"{tuned:.5f}", *where)]
-    model = load_any(folder).eval()
+    model = load_any(folder).to(DEVICE).eval()
     losses = [f"{score(model, planned.books / 'test' / f'{name}.txt'):.5f}" for name in TEST]
     size = sum(parameter.numel() for parameter in model.parameters())
     return [(*planned.key, size, *losses, f"{tuned:.5f}", *where)]

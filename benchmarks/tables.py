@@ -53,6 +53,13 @@ def code() -> tuple[str, str]:
 
 CODE = code()
 """That of the process that does the work, when it imported this file: later commits do not change what it runs."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where runs are computed, as ``device=auto`` of a training run has it."""
+
+
+def processor() -> str:
+    """Return the name of what computes the runs."""
+    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else processor_name()
 
 
 class Runnable(Protocol):
@@ -151,7 +158,7 @@ def trained(recipe: str, overrides: Sequence[str], folder: Path) -> tuple[Path |
         file.write(" ".join(CODE) + "\n")
         file.seek(0)
         commits, sources = zip(*(line.split() for line in dict.fromkeys(file)), strict=True)
-    where = "+".join(dict.fromkeys(commits)), "+".join(dict.fromkeys(sources)), processor_name()
+    where = "+".join(dict.fromkeys(commits)), "+".join(dict.fromkeys(sources)), processor()
     run = replace(apply_overrides(get_recipe(recipe), overrides), output=str(folder))
     with folder.with_name(f"{folder.name}.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
         try:
