@@ -107,10 +107,13 @@ def test_choices_are_those_of_the_likeliest_text(model: GeckoModel, data: Path) 
     assert all(score.n == 4 and score.interval is not None for score in results.scores)
 
 
-def test_boolq_is_normalised_by_the_answer_alone(model: GeckoModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("column", "answer"), [("label", int), ("answer", bool)])
+def test_boolq_is_normalised_by_the_answer_alone(model: GeckoModel, tmp_path: Path, column: str, answer: type) -> None:
     """Table 1's metric is first, and subtracts the log-probability of " yes" or " no" after "Answer:"."""
     rows = [{"passage": f"It is {n}.", "question": f"is it {n}", "label": n % 2} for n in range(6)]
-    save(tmp_path, "boolq_val", rows)
+    save(tmp_path, "boolq_val", [
+        {"passage": row["passage"], "question": row["question"], column: answer(row["label"])} for row in rows
+    ])  # fmt: skip
     scores = academic(model, ["boolq"], data=tmp_path).scores
     assert [score.name for score in scores] == ["acc_mutual_info", "acc"]
 
@@ -164,6 +167,15 @@ def test_all_that_a_folder_holds(model: GeckoModel, data: Path, monkeypatch: pyt
     assert any("other items of the validation split" in note for note in results.notes)
     assert sum("skipped" in note for note in results.notes) == len(TASKS) - 3
     assert any("2 subjects" in note for note in results.notes)
+
+
+@pytest.mark.parametrize("change", [{"label": -1}, {"label": 2}, {"label": "sol1"}, {"answer": 0}], ids=str)
+def test_answers_that_are_no_choices_are_refused(model: GeckoModel, tmp_path: Path, change: dict[str, Any]) -> None:
+    """As in test splits without answers, and in files with other columns. The harness would count them as wrong."""
+    item = {"goal": "Do it", "sol1": "dig", "sol2": "fly"}
+    save(tmp_path, "piqa_val", [{**item, **({"label": 0} if "label" in change else change)}, {**item, **change}])
+    with pytest.raises(ValueError, match=r"item [01] is .* columns goal, sol1, sol2, .* baber/piqa"):
+        academic(model, ["piqa"], data=tmp_path)
 
 
 def test_what_cannot_be_evaluated_is_refused(model: GeckoModel, data: Path, tmp_path: Path) -> None:

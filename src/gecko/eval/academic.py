@@ -145,7 +145,7 @@ def academic(
         seed: seed of the shots and of the bootstrap.
 
     Raises:
-        ValueError: a task is unknown.
+        ValueError: a task is unknown, or the answer of an item is none of its choices.
         FileNotFoundError: ``data`` does not hold a task that is asked for.
     """
     for task in tasks:
@@ -160,6 +160,8 @@ def academic(
     else:
         specs, notes = _from_files(data, tasks)
         loaded = _load(specs, seed)
+    for name, task in loaded.items():
+        _check_answers(name, task, limit)
     evaluator = require("lm_eval.evaluator", "eval")
     ran = evaluator.evaluate(HarnessModel(model), {"tasks": loaded}, limit=limit, bootstrap_iters=0)
     scores = [score for name in ran["samples"] for score in _scores(name, ran["samples"][name], seed)]
@@ -229,15 +231,39 @@ def _local_task(name: str, shots: int, splits: Mapping[str, Path], notes: list[s
         notes.append(f"{name}: its {shots} shots are other items of the {evaluated} split; there is no other file")
     # The harness excludes an item from its own shots only if shots are from the split that it calls the test split.
     return {
-        "task": name, "num_fewshot": shots, "custom_dataset": lambda **_: _open(splits), "training_split": None,
+        "task": name, "num_fewshot": shots, "custom_dataset": lambda **_: _open(name, splits), "training_split": None,
         "validation_split": None, "test_split": evaluated, "fewshot_split": source, **_metrics(name),
     }  # fmt: skip
 
 
-def _open(splits: Mapping[str, Path]) -> dict[str, Any]:
+def _open(name: str, splits: Mapping[str, Path]) -> dict[str, Any]:
     datasets = require("datasets", "eval").Dataset
     readers = {".arrow": datasets.from_file, ".jsonl": datasets.from_json}
-    return {split: readers[path.suffix](str(path)) for split, path in splits.items()}
+    found = {split: readers[path.suffix](str(path)) for split, path in splits.items()}
+    if name != "boolq":
+        return found
+    # The harness reads super_glue, whose answers are in "label"; those of google/boolq are in "answer".
+    return {
+        split: data.rename_column("answer", "label")
+        if "label" not in data.features and "answer" in data.features
+        else data
+        for split, data in found.items()
+    }
+
+
+def _check_answers(name: str, task: Any, limit: int | None) -> None:
+    """Raise ValueError if the answer of an item is none of its choices: the harness would count the item as wrong."""
+    for number, item in enumerate(task.eval_docs) if task.config.output_type == "multiple_choice" else ():
+        if limit is not None and number >= limit:
+            return
+        choices = task.doc_to_choice(item)
+        answer = task.doc_to_text(item) if task.multiple_input else task.doc_to_target(item)
+        if answer not in (range(len(choices)) if isinstance(answer, int) else choices):
+            raise ValueError(
+                f"the answer of each item of {name} must be one of its choices {choices}; that of item {number} is "
+                f"{answer!r}. The columns {', '.join(task.features)} must be those of "
+                f"{task.config.dataset_path} on the hub, in a split whose answers are known."
+            )
 
 
 def _load(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
