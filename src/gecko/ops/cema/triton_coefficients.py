@@ -28,7 +28,7 @@ def coefficients_triton(alpha: Tensor, delta: Tensor, theta: Tensor) -> tuple[Te
 def _launch(kernel: Any, alpha: Tensor, tensors: dict[str, Tensor | None]) -> None:
     channels, modes = alpha.shape
     width = tile(modes, 1)
-    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 512 // width), "b_n": width}
+    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 256 // width), "b_n": width}
     grid = (blocks(channels, sizes["b_d"]),)
     Launch(kernel, grid, {**tensors, **sizes, "turn": 2 * math.pi / modes}, warps=4).run()
 
@@ -76,32 +76,33 @@ _coefficients.register_autograd(_propagate, setup_context=_keep)
 
 @triton.jit
 def _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d: tl.constexpr, b_n: tl.constexpr):
-    """Return σ(α), σ(δ) (channels, modes) and σ(θ) (channels,) of a program, and offsets and masks of both shapes."""
+    """Return σ(α), σ(δ) (channels, modes) and σ(θ) (channels,) of a program, and offsets and masks of both shapes.
+
+    They are float64: a token's phase is its index times the angle, and so is its error. In float32 the exponential and
+    the quotient of a GPU add several roundings to the angle's own.
+    """
     i_d, i_n = tl.program_id(0) * b_d + tl.arange(0, b_d), tl.arange(0, b_n)
     m_d, i_k = i_d < channels, i_d[:, None] * modes + i_n[None, :]
     m_k = m_d[:, None] & (i_n < modes)[None, :]
-    b_p = tl.sigmoid(tl.load(p_alpha + i_k, mask=m_k, other=0.0).to(tl.float32))
-    b_s = tl.sigmoid(tl.load(p_delta + i_k, mask=m_k, other=0.0).to(tl.float32))
-    b_t = tl.sigmoid(tl.load(p_theta + i_d, mask=m_d, other=0.0).to(tl.float32))
-    return b_p, b_s, b_t, i_d, m_d, i_k, m_k, (i_n + 1).to(tl.float32)[None, :]
+    b_p = 1 / (1 + tl.exp(-tl.load(p_alpha + i_k, mask=m_k, other=0.0).to(tl.float64)))
+    b_s = 1 / (1 + tl.exp(-tl.load(p_delta + i_k, mask=m_k, other=0.0).to(tl.float64)))
+    b_t = 1 / (1 + tl.exp(-tl.load(p_theta + i_d, mask=m_d, other=0.0).to(tl.float64)))
+    return b_p, b_s, b_t, i_d, m_d, i_k, m_k, (i_n + 1)[None, :]
 
 
 @triton.jit
-def _coefficients_kernel(p_alpha, p_delta, p_theta, p_in, p_log, p_angle, channels, modes, turn, b_d: tl.constexpr,
-                         b_n: tl.constexpr):  # fmt: skip
+def _coefficients_kernel(p_alpha, p_delta, p_theta, p_in, p_log, p_angle, channels, modes, turn: tl.constexpr,
+                         b_d: tl.constexpr, b_n: tl.constexpr):  # fmt: skip
     b_p, b_s, b_t, _, _, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
-    tl.store(p_in + i_k, b_p, mask=m_k)
-    # log(1 − x) loses the digits of a small x: the quotient with the rounded 1 − x has them.
-    b_x = b_p * b_s
-    b_rest = 1 - b_x
-    b_kept = tl.where(b_rest == 1, 1.0, 1 - b_rest)
-    tl.store(p_log + i_k, tl.where(b_rest == 1, -b_x, tl.log(b_rest) * (b_x / b_kept)), mask=m_k)
-    tl.store(p_angle + i_k, turn * b_t[:, None] * b_mode, mask=m_k)
+    tl.store(p_in + i_k, b_p.to(tl.float32), mask=m_k)
+    tl.store(p_log + i_k, tl.log(1 - b_p * b_s).to(tl.float32), mask=m_k)
+    tl.store(p_angle + i_k, (turn * b_t[:, None] * b_mode).to(tl.float32), mask=m_k)
 
 
 @triton.jit
 def _gradients_kernel(p_by_in, p_by_log, p_by_angle, p_alpha, p_delta, p_theta, p_grad_alpha, p_grad_delta,
-                      p_grad_theta, channels, modes, turn, b_d: tl.constexpr, b_n: tl.constexpr):  # fmt: skip
+                      p_grad_theta, channels, modes, turn: tl.constexpr, b_d: tl.constexpr,
+                      b_n: tl.constexpr):  # fmt: skip
     b_p, b_s, b_t, i_d, m_d, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
     b_by_in, b_by_log, b_by_angle = tl.zeros_like(b_p), tl.zeros_like(b_p), tl.zeros_like(b_p)
     if p_by_in is not None:
