@@ -105,7 +105,7 @@ def ahead(baseline: str, size: str) -> Row:
 def _by_the_earlier_rule(size: str) -> str:
     """Return the verdict by the rule that was stated before the first run."""
     names, gecko = ladder.EARLIER[size]
-    missing = sum(ladder.MODELS[name].seeds - len(ladder.losses_of(name)) for name in (*names, gecko))
+    missing = sum(ladder.MODELS[name].seeds - len(ladder.seeds_of(ladder.losses_of(name))) for name in (*names, gecko))
     chosen = best(ladder.tuning_losses(names)[1])
     found = None if missing or chosen is None else ladder.contrast(chosen, gecko)
     return f"open, {missing} runs are missing" if found is None else _verdict(found.change.low > ladder.MARGIN)

@@ -95,13 +95,15 @@ def test_the_table_has_the_numbers_of_the_files() -> None:
         assert begin + shown + end in page, "run: python benchmarks/evidence.py --write"
 
 
-def add(folder: Path, name: str, seed: int, test: float, tuning: float = 1.0, source: str = "a") -> None:
+def add(
+    folder: Path, name: str, seed: int, test: float, tuning: float = 1.0, source: str = "a", processor: str = "x"
+) -> None:
     """Add a run to the ladder's table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "RESULTS", folder)
         losses = [test] * len(ladder.TEST)
         rate = f"{ladder.MODELS[name].rate:g}"
-        tables.Table("ladder.csv", ladder.COLUMNS).add([(name, seed, rate, 9, *losses, tuning, "c", source, "x")])
+        tables.Table("ladder.csv", ladder.COLUMNS).add([(name, seed, rate, 9, *losses, tuning, "c", source, processor)])
 
 
 def test_the_order_is_judged_by_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +122,21 @@ def test_the_order_is_judged_by_all_runs(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "ladder.csv").unlink()
 
 
+def test_runs_of_one_processor_are_compared_and_a_seed_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for seed, processor, gated, gecko in ((0, "x", 1.5, 1.4), (0, "y", 1.9, 1.6), (1, "x", 1.6, 1.4)):
+        add(tmp_path, ladder.GATED, seed, gated, processor=processor)
+        add(tmp_path, ladder.GECKO, seed, gecko, processor=processor)
+    add(tmp_path, ladder.GATED, 2, 9.0, processor="x")
+    add(tmp_path, ladder.GECKO, 2, 1.0, processor="y")
+    found = ladder.contrast(ladder.GATED, ladder.GECKO)
+    assert found is not None and found.seeds == 2 and found.change.mean == pytest.approx(0.2)
+    assert found.change.low == pytest.approx(0.2), "both seeds have the same mean"
+    assert ladder.signs()[:2] == (2, 2)
+
+
 def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +145,7 @@ def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(
     names, gecko = ladder.BASELINES[ladder.LLAMA, "1 M"]
     assert evidence.ahead(ladder.LLAMA, "1 M")[1:] == ("not run", "open") and ladder.tuned(names) is None
     assert ladder.missing(names, gecko) == 11, "a seed of eight settings, three of Gecko"
-    chosen, near = names[5], names[6]
+    chosen, near = names[6], names[7]
     assert [ladder.MODELS[name].rate for name in (chosen, near)] == [4e-3, 2e-3]
     for name in names:
         losses = {chosen: 1.6, near: 1.6 + 0.9 * ladder.MARGIN}
