@@ -95,7 +95,12 @@ def _coefficients_kernel(p_alpha, p_delta, p_theta, p_in, p_log, p_angle, channe
                          b_d: tl.constexpr, b_n: tl.constexpr):  # fmt: skip
     b_p, b_s, b_t, _, _, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
     tl.store(p_in + i_k, b_p.to(tl.float32), mask=m_k)
-    tl.store(p_log + i_k, tl.log(1 - b_p * b_s).to(tl.float32), mask=m_k)
+    # log(1 − x) loses the digits of a small x: the quotient with the rounded 1 − x has them.
+    b_x = b_p * b_s
+    b_rest = 1 - b_x
+    b_kept = tl.where(b_rest == 1, 1.0, 1 - b_rest)
+    b_log = tl.where(b_rest == 1, -b_x, tl.log(b_rest) * (b_x / b_kept))
+    tl.store(p_log + i_k, b_log.to(tl.float32), mask=m_k)
     tl.store(p_angle + i_k, (turn * b_t[:, None] * b_mode).to(tl.float32), mask=m_k)
 
 
@@ -112,7 +117,7 @@ def _gradients_kernel(p_by_in, p_by_log, p_by_angle, p_alpha, p_delta, p_theta, 
     if p_by_angle is not None:
         b_by_angle += tl.load(p_by_angle + i_k, mask=m_k, other=0.0)
     b_alpha, b_delta = (b_by_in + b_by_log * b_s) * b_p * (1 - b_p), b_by_log * b_p * b_s * (1 - b_s)
-    tl.store(p_grad_alpha + i_k, b_alpha.to(p_grad_alpha.dtype.element_ty), mask=m_k)
-    tl.store(p_grad_delta + i_k, b_delta.to(p_grad_delta.dtype.element_ty), mask=m_k)
+    tl.store(p_grad_alpha + i_k, b_alpha.to(tl.float32).to(p_grad_alpha.dtype.element_ty), mask=m_k)
+    tl.store(p_grad_delta + i_k, b_delta.to(tl.float32).to(p_grad_delta.dtype.element_ty), mask=m_k)
     b_theta = turn * tl.sum(b_by_angle * b_mode, 1) * b_t * (1 - b_t)
-    tl.store(p_grad_theta + i_d, b_theta.to(p_grad_theta.dtype.element_ty), mask=m_d)
+    tl.store(p_grad_theta + i_d, b_theta.to(tl.float32).to(p_grad_theta.dtype.element_ty), mask=m_d)
