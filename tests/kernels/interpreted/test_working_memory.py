@@ -46,7 +46,8 @@ def test_working_memory_in_parts(operator, law, case):
 
 
 def _small_tiles(monkeypatch) -> None:
-    monkeypatch.setattr(triton_chain, "_TILE", {"block_r": 16, "block_s": 16})
+    for name in ("_FORWARD", "_BACKWARD"):
+        monkeypatch.setattr(triton_chain, name, {"block_r": 16, "block_s": 16})
     monkeypatch.setattr(triton_features, "_TILE", 128)
     monkeypatch.setattr(triton_factors, "_TILE", 64)
 

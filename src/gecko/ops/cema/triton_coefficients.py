@@ -28,7 +28,7 @@ def coefficients_triton(alpha: Tensor, delta: Tensor, theta: Tensor) -> tuple[Te
 def _launch(kernel: Any, alpha: Tensor, tensors: dict[str, Tensor | None]) -> None:
     channels, modes = alpha.shape
     width = tile(modes, 1)
-    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 256 // width), "b_n": width}
+    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 512 // width), "b_n": width}
     grid = (blocks(channels, sizes["b_d"]),)
     Launch(kernel, grid, {**tensors, **sizes, "turn": 2 * math.pi / modes}, warps=4).run()
 
@@ -109,6 +109,7 @@ def _gradients_kernel(p_by_in, p_by_log, p_by_angle, p_alpha, p_delta, p_theta, 
                       p_grad_theta, channels, modes, turn: tl.constexpr, b_d: tl.constexpr,
                       b_n: tl.constexpr):  # fmt: skip
     b_p, b_s, b_t, i_d, m_d, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
+    b_p, b_s, b_t = b_p.to(tl.float32), b_s.to(tl.float32), b_t.to(tl.float32)
     b_by_in, b_by_log, b_by_angle = tl.zeros_like(b_p), tl.zeros_like(b_p), tl.zeros_like(b_p)
     if p_by_in is not None:
         b_by_in += tl.load(p_by_in + i_k, mask=m_k, other=0.0)
@@ -117,7 +118,7 @@ def _gradients_kernel(p_by_in, p_by_log, p_by_angle, p_alpha, p_delta, p_theta, 
     if p_by_angle is not None:
         b_by_angle += tl.load(p_by_angle + i_k, mask=m_k, other=0.0)
     b_alpha, b_delta = (b_by_in + b_by_log * b_s) * b_p * (1 - b_p), b_by_log * b_p * b_s * (1 - b_s)
-    tl.store(p_grad_alpha + i_k, b_alpha.to(tl.float32).to(p_grad_alpha.dtype.element_ty), mask=m_k)
-    tl.store(p_grad_delta + i_k, b_delta.to(tl.float32).to(p_grad_delta.dtype.element_ty), mask=m_k)
+    tl.store(p_grad_alpha + i_k, b_alpha.to(p_grad_alpha.dtype.element_ty), mask=m_k)
+    tl.store(p_grad_delta + i_k, b_delta.to(p_grad_delta.dtype.element_ty), mask=m_k)
     b_theta = turn * tl.sum(b_by_angle * b_mode, 1) * b_t * (1 - b_t)
-    tl.store(p_grad_theta + i_d, b_theta.to(tl.float32).to(p_grad_theta.dtype.element_ty), mask=m_d)
+    tl.store(p_grad_theta + i_d, b_theta.to(p_grad_theta.dtype.element_ty), mask=m_d)
