@@ -225,7 +225,7 @@ def run(planned: Planned) -> list[tuple[object, ...]]:
 
 
 class Ran(NamedTuple):
-    """What two runs must have in common to be compared."""
+    """Seed and processor of a run. Two runs are compared if both are equal."""
 
     seed: int
     processor: str

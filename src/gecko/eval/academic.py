@@ -240,15 +240,12 @@ def _open(name: str, splits: Mapping[str, Path]) -> dict[str, Any]:
     datasets = require("datasets", "eval").Dataset
     readers = {".arrow": datasets.from_file, ".jsonl": datasets.from_json}
     found = {split: readers[path.suffix](str(path)) for split, path in splits.items()}
-    if name != "boolq":
-        return found
-    # The harness reads super_glue, whose answers are in "label"; those of google/boolq are in "answer".
-    return {
-        split: data.rename_column("answer", "label")
-        if "label" not in data.features and "answer" in data.features
-        else data
-        for split, data in found.items()
-    }
+    if name == "boolq":  # the harness reads super_glue, whose answers are in "label"; google/boolq says "answer"
+        found |= {
+            split: data.rename_column("answer", "label") for split, data in found.items()
+            if {"answer", "label"} & {*data.features} == {"answer"}
+        }  # fmt: skip
+    return found
 
 
 def _check_answers(name: str, task: Any, limit: int | None) -> None:
