@@ -28,7 +28,7 @@ def coefficients_triton(alpha: Tensor, delta: Tensor, theta: Tensor) -> tuple[Te
 def _launch(kernel: Any, alpha: Tensor, tensors: dict[str, Tensor | None]) -> None:
     channels, modes = alpha.shape
     width = tile(modes, 1)
-    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 512 // width), "b_n": width}
+    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 256 // width), "b_n": width}
     grid = (blocks(channels, sizes["b_d"]),)
     Launch(kernel, grid, {**tensors, **sizes, "turn": 2 * math.pi / modes}, warps=4).run()
 
