@@ -179,9 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results go")
     parser.add_argument("--earlier", type=Path, nargs="+", default=[], metavar="FILE", help="results of other commands")
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all items together")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="WORD", help="items or groups with this in their names"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="items whose names begin like this")
     parser.add_argument("--profile", help=argparse.SUPPRESS)  # what the card's profiler watches
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -289,7 +287,7 @@ def measure(arguments: argparse.Namespace) -> None:
     chosen = {  # rates are in both commands
         x.name: dataclasses.replace(x, limit=slower * x.limit)
         for x in items
-        if any(word in x.name for word in arguments.only)
+        if x.name.startswith(tuple(arguments.only))
     }
     run(list(chosen.values()), record, until, sizes.bench, restart)
     print(write_page(record).read_text(encoding="utf-8"))
