@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.backends.triton_axis import at_step
 from gecko.ops.cema.triton_forward import (
     add_product,
     complex_product,
@@ -34,6 +33,7 @@ from gecko.ops.cema.triton_forward import (
     state_factor,
     store_pair,
 )
+from gecko.ops.timestep_norm.triton_tiles import at_step
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
