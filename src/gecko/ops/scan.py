@@ -178,8 +178,12 @@ class _Moved(torch.autograd.Function):
         return grad.index_select(0, slots.slot_of_token) if ctx.to_slots else slots.filled(grad), None, None
 
 
-class _ChunkStates(torch.autograd.Function):
-    """Compute h at the start of every chunk from h_{j+1} = decay · h_j + update_j."""
+class ChunkStates(torch.autograd.Function):
+    """Compute the state at the start of every scan chunk, h_{j+1} = decay · h_j + update_j along a document.
+
+    updates: (features, chunks, modes), real or complex, as the result; decay: (features, modes), over a whole chunk;
+    initial: (features, runs, modes), before the first chunk of each document.
+    """
 
     @staticmethod
     def forward(ctx: Any, updates: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
@@ -209,18 +213,7 @@ class _ChunkStates(torch.autograd.Function):
         return grad_updates, grad_decay, totals[0].clone(), None
 
 
-def chunk_states(updates: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
-    """Return the state at the start of every scan chunk, h_{j+1} = decay · h_j + update_j along a document.
-
-    Args:
-        updates: (features, chunks, modes), real or complex: what each chunk adds.
-        decay: (features, modes): decay over one whole chunk.
-        initial: (features, runs, modes): state before the first chunk of each document.
-
-    Returns:
-        (features, chunks, modes).
-    """
-    return _ChunkStates.apply(updates, decay, initial, plan)
+chunk_states = ChunkStates.apply
 
 
 def decayed_sum(x: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:

@@ -134,7 +134,7 @@ def _op_arguments(length: int = 40) -> tuple[object, ...]:
     parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     given = x[:, plan.head :], *parts, torch.randn(5), state
     leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
-    return (*leaves, plan.continues, plan.forwards.tensors(), plan.backwards.tensors(), plan.unit)
+    return (*leaves, plan.continues, list(plan.forwards), list(plan.backwards), plan.unit)
 
 
 def test_the_operator_is_registered_in_full():

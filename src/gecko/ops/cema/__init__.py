@@ -56,13 +56,8 @@ def cema(
     floats = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output, state
     with full_precision(x):
         # A call of one token is always "eager" here.
-        backend = choose_backend(
-            x,
-            *floats,
-            skip,
-            triton=length >= FEWEST and modes <= MOST_MODES,
-            cpu=length > 1 and modes <= MOST_CPU_MODES,
-        )
+        fits_triton, fits_cpu = length >= FEWEST and modes <= MOST_MODES, length > 1 and modes <= MOST_CPU_MODES
+        backend = choose_backend(x, *floats, skip, triton=fits_triton, cpu=fits_cpu)
         padded = segments.ends is not None and backend != "cpu"
         if backend == "triton" and not padded:
             from gecko.ops.cema.triton import cema_triton

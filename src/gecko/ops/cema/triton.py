@@ -61,7 +61,7 @@ def cema_triton(
     given = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     y, after, *_ = _cema(
         x[:, plan.head :].contiguous(), *(_table(tensor) for tensor in given), None if skip is None else _table(skip),
-        None if state is None else _table(state), plan.continues, plan.forwards.tensors(), plan.backwards.tensors(),
+        None if state is None else _table(state), plan.continues, list(plan.forwards), list(plan.backwards),
         plan.unit,
     )  # fmt: skip
     return (torch.cat([head, y], dim=1) if plan.head else y), after
@@ -110,18 +110,20 @@ def _filter(
     y, after = torch.empty_like(x), into.new_empty(batch, channels, modes, 2)
     arguments = {
         "p_x": x, "p_y": y, "p_response": tables.response, "p_in": into, "p_out": out, "p_decay": tables.decay,
-        "p_before": before, "p_after": after, "p_continues": continues, **_named(items), "channels": channels,
-        "modes": modes, "unit": unit, "reverse": continues is not None, "b_n": MOST_MODES, **_constants(x, unit),
+        "p_before": before, "p_after": after, "p_continues": continues, "reverse": continues is not None,
+        # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
+        "modes": modes, "b_d": 8, "b_n": MOST_MODES, **_tokens(x, items, unit),
     }  # fmt: skip
-    # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
     grid = batch, blocks(channels, 8)
-    Launch(filter_kernel, grid, {**arguments, "b_d": 8}, warps=8, stages=_STAGES, registers=_registers(x)).run()
+    Launch(filter_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
     return y, after
 
 
-def _constants(x: Tensor, unit: int) -> dict[str, Any]:
+def _tokens(x: Tensor, items: list[Tensor], unit: int) -> dict[str, Any]:
+    """Return what kernels over the tokens of x take."""
     precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(x.dtype, "tf32x3")
-    return {"precision": precision, "chunk": _chunk(x, unit), "items": ITEMS}
+    sizes = {"channels": x.shape[2], "unit": unit, "precision": precision, "chunk": _chunk(x, unit), "items": ITEMS}
+    return dict(zip(("p_first", "p_begin", "p_end", "p_kind", "p_tiles"), items, strict=True)) | sizes
 
 
 def _chunk(x: Tensor, unit: int) -> int:
@@ -132,10 +134,6 @@ def _chunk(x: Tensor, unit: int) -> int:
 def _registers(x: Tensor) -> int | None:
     """Return the limit of registers. In 16 bits the compiler takes more without one, but spills nothing with it."""
     return None if x.dtype == torch.float32 else 232
-
-
-def _named(items: list[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(("p_first", "p_begin", "p_end", "p_kind", "p_tiles"), items, strict=True))
 
 
 @custom_op("cema_backward")
@@ -166,16 +164,15 @@ def _sums(
 ) -> dict[str, Tensor]:
     """Return Σ g h and Σ g ∂h/∂log q without the inputs of the chunk of each step, ∂h/∂log q after the last step, all
     (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks, (B, D, C, C)."""
-    (batch, _, channels), modes, constants = x.shape, tables.input.shape[1], _constants(x, unit)
+    (batch, _, channels), modes, given = x.shape, tables.input.shape[1], _tokens(x, items, unit)
     sums, derivatives, last = (tables.input.new_empty(batch, channels, modes, 2) for _ in range(3))
-    correlation = tables.input.new_empty(batch, channels, constants["chunk"], constants["chunk"])
-    b_d, b_n = 8, 8
+    correlation = tables.input.new_empty(batch, channels, given["chunk"], given["chunk"])
     arguments = {
         "p_x": x, "p_grad": grad, "p_in": tables.input, "p_decay": tables.decay, "p_before": before, "p_sums": sums,
-        "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, **_named(items),
-        "channels": channels, "modes": modes, "unit": unit, "b_d": b_d, "b_n": b_n, **constants,
+        "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, "modes": modes, "b_d": 8, "b_n": 8,
+        **given,
     }  # fmt: skip
-    grid = (batch, blocks(channels, b_d) * blocks(modes, b_n))
+    grid = batch, blocks(channels, 8) * blocks(modes, 8)
     Launch(gradients_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
     return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation}
 
@@ -249,9 +246,7 @@ def _keep_parameters(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor,
     ctx.set_materialize_grads(False)
 
 
-@custom_op(
-    "cema_coefficients", lambda ctx, *grads: _coefficients_backward(*grads, *ctx.saved_tensors), _keep_parameters
-)
+@custom_op("cema_coefficients", lambda ctx, *of: _coefficients_backward(*of, *ctx.saved_tensors), _keep_parameters)
 def coefficients_triton(alpha: Tensor, delta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return p, log |q| and arg q, (D, N) float32 each."""
     alpha, delta, theta = (x.contiguous() for x in (alpha, delta, theta))

@@ -109,12 +109,8 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
     out = x.new_empty(x.shape[:-1], dtype=torch.float32)
     block_d = min(tile(x.shape[-1]), 256)
     block_t = 4096 // block_d
-    Launch(
-        _row_dot_kernel, (blocks(out.numel(), block_t),),
-        dict(
-            p_x=x, p_y=y, p_out=out, rows=out.numel(), width=x.shape[-1], block_t=block_t, block_d=block_d,
-        ), warps=4,
-    ).run()  # fmt: skip
+    arguments = dict(p_x=x, p_y=y, p_out=out, rows=out.numel(), width=x.shape[-1], block_t=block_t, block_d=block_d)
+    Launch(_row_dot_kernel, (blocks(out.numel(), block_t),), arguments, warps=4).run()
     return out
 
 
@@ -221,14 +217,13 @@ def lay_backward(
     block_t, block_d = _tiles(width)
     if grad_far is not None:  # two rotations of 16 numbers a thread would spill
         block_t = max(1, block_t // 2)
-    Launch(
-        _lay_backward_kernel, (blocks(length, block_t), batch * heads, blocks(width, block_d)),
-        dict(
-            p_grad=grad.contiguous(), p_grad_far=None if grad_far is None else grad_far.contiguous(), p_table=table,
-            p_out=out, p_offset=offset, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
-            chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
-        ), warps=4,
-    ).run()  # fmt: skip
+    arguments = dict(
+        p_grad=grad.contiguous(), p_grad_far=None if grad_far is None else grad_far.contiguous(), p_table=table,
+        p_out=out, p_offset=offset, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
+        chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
+    )  # fmt: skip
+    grid = blocks(length, block_t), batch * heads, blocks(width, block_d)
+    Launch(_lay_backward_kernel, grid, arguments, warps=4).run()
     return out
 
 
@@ -283,13 +278,11 @@ def lay(
     batch, heads, length, width = x.shape
     out = [x.new_empty(batch, heads, rows, width, dtype=dtype) for _ in range(1 + far)]
     block_t, block_d = _tiles(width)
-    Launch(
-        _lay_kernel, (blocks(rows, block_t), batch * heads, blocks(width, block_d)),
-        dict(
-            p_x=x.contiguous(), p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=out[0],
-            p_far=out[1] if far else None, p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads,
-            turned_heads=turned_heads, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t,
-            block_d=block_d,
-        ), warps=4,
-    ).run()  # fmt: skip
+    arguments = dict(
+        p_x=x.contiguous(), p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=out[0],
+        p_far=out[1] if far else None, p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads,
+        turned_heads=turned_heads, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t,
+        block_d=block_d,
+    )  # fmt: skip
+    Launch(_lay_kernel, (blocks(rows, block_t), batch * heads, blocks(width, block_d)), arguments, warps=4).run()
     return out

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -235,21 +236,20 @@ def _tiles(width: int, dtype: torch.dtype, block_k: int) -> dict[str, int]:
 def _log_sums(near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, shape: _Shape) -> Tensor:
     out = near.new_empty(near.shape[:2], dtype=torch.float32)
     tiles = _tiles(near.shape[2], k.dtype, 128)
-    Launch(
-        _log_sum_kernel, (shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows),
-        dict(
-            p_near=near, p_far=far, p_k=k, p_first=first, p_out=out, chunks=shape.chunks, heads=shape.heads,
-            before=shape.before, chunk_size=shape.chunk, width=near.shape[2], lookback=shape.lookback,
-            operand_type=operand(k), **tiles,
-        ), warps=4, stages=3,
-    ).run()  # fmt: skip
+    arguments = dict(
+        p_near=near, p_far=far, p_k=k, p_first=first, p_out=out, chunks=shape.chunks, heads=shape.heads,
+        before=shape.before, chunk_size=shape.chunk, width=near.shape[2], lookback=shape.lookback,
+        operand_type=operand(k), **tiles,
+    )  # fmt: skip
+    grid = shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows
+    Launch(_log_sum_kernel, grid, arguments, warps=4, stages=3).run()
     return out
 
 
 def _piece_arguments(
     near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _WidePiece,
     block_k: int,
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     return dict(
         p_near=near, p_far=far, p_k=k, p_first=first, p_log_sum=log_sum, chunks=shape.chunks, heads=shape.heads,
         before=shape.before, row=piece.row, chunk=piece.chunk, row_step=int(piece.across),
@@ -258,9 +258,9 @@ def _piece_arguments(
     )  # fmt: skip
 
 
-def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, object]) -> tuple[int, int]:
+def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, Any]) -> tuple[int, int]:
     """Return the grid of a kernel that computes the weights of a piece."""
-    queries, keys = (blocks(shape.chunk, int(str(arguments[name]))) for name in ("block_q", "block_k"))
+    queries, keys = (blocks(shape.chunk, arguments[name]) for name in ("block_q", "block_k"))
     return queries * keys * (1 + piece.previous), piece.count
 
 

@@ -294,11 +294,9 @@ def _with_token(rule: RuleName, k: Tensor, v: Tensor, state: WorkingMemoryState,
     else:
         psi, weight = k.softmax(-1) * (rule == "adaptive"), torch.logaddexp(current.weight, k)
         old, new = (current.weight - weight).exp(), (k - weight).exp()
-    return ChunkSummary(
-        weight,
-        old[..., None] * current.key_sum + new[..., None] * psi[:, None],
-        old[..., None] * current.value_sum + new[..., None] * v[:, None],
-    )
+    old, new = old[..., None], new[..., None]
+    keys, values = old * current.key_sum + new * psi[:, None], old * current.value_sum + new * v[:, None]
+    return ChunkSummary(weight, keys, values)
 
 
 def _over_total(psi: Tensor, state: WorkingMemoryState, in_chunk: bool) -> Tensor:

@@ -94,8 +94,12 @@ class Grid:
         return x[:, :, self.phase : x.shape[2] - self.empty]
 
 
-class _AffineChain(torch.autograd.Function):
-    """Apply one map at a time to a contiguous tensor in cache, and copy each memory to the strided output."""
+class AffineChain(torch.autograd.Function):
+    """Compute M_{i+1} = A_i M_i + B_i from M_0 = ``initial``, one map at a time on a contiguous tensor in cache.
+
+    a: (B, H, n, key, key); b: (B, H, n, key, value); initial: (B, H, key, value). Returns M_0 … M_{n−1}, (B, H, n, key,
+    value), and M_n, (B, H, key, value).
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,16 +125,7 @@ class _AffineChain(torch.autograd.Function):
         return grad_b @ memories.mT, grad_b, total.view(grad_last.shape)
 
 
-def affine_chain(a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute M_{i+1} = A_i M_i + B_i from M_0 = ``initial``.
-
-    Args:
-        a: (B, H, n, key, key); b: (B, H, n, key, value); initial: (B, H, key, value).
-
-    Returns:
-        M_0 … M_{n−1}, (B, H, n, key, value), and M_n, (B, H, key, value).
-    """
-    return _AffineChain.apply(a, b, initial)
+affine_chain = AffineChain.apply
 
 
 def segmented_scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, first: Tensor) -> Tensor:

@@ -182,13 +182,11 @@ def weigh_forward(x: Tensor, mask: Tensor, adaptive: bool) -> Tensor:
     _, heads, chunks, chunk, width = x.shape
     out = x.new_empty(*x.shape[:3], width, dtype=torch.float32)
     block_d = min(tile(width), 64)
-    Launch(
-        _weigh_kernel, (out.shape[:3].numel(), blocks(width, block_d)),
-        dict(
-            p_x=x, p_mask=mask, p_out=out, chunks=chunks, heads=heads, chunk_size=chunk, width=width, adaptive=adaptive,
-            block_t=64, block_d=block_d,
-        ), warps=4,
-    ).run()  # fmt: skip
+    arguments = dict(
+        p_x=x, p_mask=mask, p_out=out, chunks=chunks, heads=heads, chunk_size=chunk, width=width, adaptive=adaptive,
+        block_t=64, block_d=block_d,
+    )  # fmt: skip
+    Launch(_weigh_kernel, (out.shape[:3].numel(), blocks(width, block_d)), arguments, warps=4).run()
     return out
 
 
