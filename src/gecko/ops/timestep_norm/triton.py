@@ -108,12 +108,17 @@ def _warps(sizes: dict[str, int], cumulative: bool) -> int:
     return max(1, numbers // _NUMBERS_OF_WARP[cumulative])
 
 
+def _tiles_in_block(together: int) -> int:
+    """Return the tiles of a block. Blocks wait for each other in turn, and a program reads two words per tile of its
+    block and group."""
+    return max(2, min(32, 64 // together))
+
+
 def _tiling(count: Tensor, length: int, sizes: dict[str, int]) -> tuple[int, tuple[int], dict[str, Any]]:
     """Return the number of tiles of a row in time, the grid, and arguments that are the same forwards and backwards:
     ``p_words`` are the zeros by which programs exchange numbers, or None if a row has one tile."""
     tiles, across = blocks(length, sizes["span"] * sizes["spans"]), blocks(sizes["groups"], sizes["together"])
-    # Blocks wait for each other in turn, and a program reads two words per tile of its block and group.
-    in_block = max(2, min(32, 64 // sizes["together"]))
+    in_block = _tiles_in_block(sizes["together"])
     words = 1 + len(count) * (tiles + blocks(tiles, in_block)) * sizes["groups"] * 2
     given = {"p_words": count.new_zeros(words) if tiles > 1 else None, "length": length, "tiles": tiles, **sizes}
     return tiles, (len(count) * tiles * across,), given | {"in_block": in_block}
