@@ -18,7 +18,7 @@ from gecko.config import GeckoConfig
 from gecko.inference.packed_weights import PackedWeights, decoder_of
 from gecko.inference.prefill import inference
 from gecko.models import meta_model
-from gecko.ops.decoding.weights import Weights
+from gecko.ops.decoding import Weights
 from gecko.state import GeckoState
 
 CAPTURED = "one graph"

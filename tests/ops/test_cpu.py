@@ -7,9 +7,9 @@ import torch
 from support import cases, laws
 from support.native_agreement import agree, calls, evaluate, needs_compiler, normal, on_two_threads, turned
 
-from gecko.ops.feed_forward import cpu as swiglu_file
+from gecko.ops import feed_forward as swiglu_file
+from gecko.ops import gates as gates
 from gecko.ops.feed_forward import swiglu
-from gecko.ops.gates import cpu as gates
 from gecko.ops.gates import gated, silu_by_head
 
 # ---- The C kernels satisfy the laws, at sizes that cross the borders of their blocks.
@@ -59,7 +59,7 @@ def test_swiglu(shape):
 
 def _swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Call the kernel, also for few numbers."""
-    return swiglu_file.swiglu_cpu(a, b) if a.dtype == torch.float32 else swiglu(a, b)
+    return swiglu_file.SwiGLUCPU.run(a, b) if a.dtype == torch.float32 else swiglu(a, b)
 
 
 def test_any_strides():

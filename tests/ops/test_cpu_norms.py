@@ -10,9 +10,9 @@ from support.laws import assert_same
 from support.native_agreement import agree, calls, needs_compiler, normal, on_two_threads, turned
 from torch import Tensor
 
-from gecko.ops.norms import cpu as native
+from gecko.ops import norms as native
+from gecko.ops import qk_scale_shift as kernels
 from gecko.ops.norms import group_layer_norm, group_rms_norm
-from gecko.ops.qk_scale_shift import cpu as kernels
 from gecko.ops.qk_scale_shift import qk_scale_shift
 
 # ---- The C kernels of the norms equal the eager forms at sizes around their blocks, with any number of threads.

@@ -7,10 +7,10 @@ import torch
 from support.native_agreement import agree, calls, needs_compiler, normal, turned
 from torch import Tensor
 
+from gecko.ops import feed_forward as feed_forward_file
+from gecko.ops import projections as projections_file
 from gecko.ops.backends import cpu as panels
-from gecko.ops.feed_forward import cpu as feed_forward_file
 from gecko.ops.feed_forward import feed_forward
-from gecko.ops.projections import cpu as projections_file
 from gecko.ops.projections import projections
 
 pytestmark = needs_compiler

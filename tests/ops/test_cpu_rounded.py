@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 import gecko
 from gecko.layers.linear import project
+from gecko.ops import feed_forward as feed_forward_file
+from gecko.ops import loss as loss_file
+from gecko.ops import projections as projections_file
 from gecko.ops.backends import cpu as native
 from gecko.ops.backends import cpu as panels
 from gecko.ops.backends import dispatch as kernels
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.chunk_attention import cpu as attention_file
 from gecko.ops.common import linear_dtype
-from gecko.ops.feed_forward import cpu as feed_forward_file
 from gecko.ops.feed_forward import feed_forward
 from gecko.ops.loss import IGNORED, linear_cross_entropy
-from gecko.ops.loss import cpu as loss_file
-from gecko.ops.projections import cpu as projections_file
 from gecko.ops.projections import projections
 from gecko.segments import Clock, Segments
 

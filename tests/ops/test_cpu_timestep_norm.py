@@ -10,8 +10,8 @@ from support.laws import assert_same
 from support.native_agreement import needs_compiler, on_two_threads, turned
 from torch import Tensor
 
+from gecko.ops import timestep_norm as native
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
-from gecko.ops.timestep_norm import cpu as native
 from gecko.segments import Clock, Segments
 
 pytestmark = needs_compiler

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from support.short_convolution import short_convolution_reference
 from torch import Tensor
 
 import gecko
 from gecko.config import PAPER
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
-from gecko.ops.short_convolution import short_convolution, short_convolution_reference
+from gecko.ops.short_convolution import short_convolution
 from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
 from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
 from gecko.runtime.tensors import TensorRecord, map_tensors, tensors_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -21,7 +22,7 @@ from gecko.ops.backends import dispatch
 from gecko.ops.backends.cpu import library
 from gecko.ops.chunk_attention import Pattern
 from gecko.ops.common import content
-from gecko.ops.decoding.weights import GROUP, REGISTER, Record, Weights
+from gecko.ops.decoding import GROUP, REGISTER, Record, Weights
 from gecko.ops.rotary import rotary_phases
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory.rules import ChunkSummary
@@ -148,7 +149,8 @@ class PackedWeights:
         rounded = {
             f"{name}_are_bfloat16": int(getattr(ring, name).dtype == torch.bfloat16) for name in ("keys", "values")
         }
-        network: Network = dispatch.kernels_of("decoding", self._backend).Network({
+        kernels = importlib.import_module(f"gecko.ops.decoding.{self._backend}")
+        network: Network = kernels.Network({
             **_numbers(self._config), **self._ends, "final_norm": {**self._final_norm, **_norm_state(state.final_norm)},
             "rows": rows or state.batch_size, "page_bytes": _page_bytes(state), **self._turns, **rounded,
             "layer": layers,

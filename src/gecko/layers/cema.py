@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gecko.config import CEMASkip
-from gecko.ops.cema import CEMACoefficients, cema
-from gecko.ops.cema.context import cema_state_before
+from gecko.ops.cema import CEMACoefficients, cema, cema_state_before
 from gecko.ops.common import compute_dtype
 from gecko.segments import Pending, Segments
 

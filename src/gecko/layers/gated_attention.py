@@ -24,8 +24,7 @@ from gecko.ops.norms import group_rms_norm, norm_adds
 from gecko.ops.qk_scale_shift import qk_scale_shift
 from gecko.ops.short_convolution import short_convolution
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.ops.working_memory import WorkingMemoryState
-from gecko.ops.working_memory.context import chunk_weights, memory_state_before, start_working_memory
+from gecko.ops.working_memory import WorkingMemoryState, chunk_weights, memory_state_before, start_working_memory
 from gecko.runtime.tensors import TensorRecord, to_device
 from gecko.segments import Arriving, Pending, Ready, Segments
 

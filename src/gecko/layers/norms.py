@@ -9,8 +9,7 @@ from gecko.config import GeckoConfig
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import linear_dtype
 from gecko.ops.norms import group_layer_norm, group_rms_norm, norm_of_sum
-from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
-from gecko.ops.timestep_norm.context import timestep_norm_state_before
+from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_state_before
 from gecko.segments import Segments
 
 

@@ -1,0 +1,1 @@
+"""Operators. Each raises ValueError if the shapes of its arguments are inconsistent."""

@@ -1,10 +1,4 @@
-"""Checks, dtype rules and batching shared by all operators.
-
-``slices`` cuts activations into pieces that stay in a core's cache. A pass over activations in memory takes several
-times as long as one in the cache, so operators with hand-written gradients on a CPU make their passes slice by slice.
-
-``run_by_chunk_offset`` groups the rows of a batch that are at different positions in their attention chunks.
-"""
+"""Checks, dtype rules and batching shared by all operators."""
 
 from __future__ import annotations
 
@@ -19,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import is_package, kernels_of, on_gpu, products_are_rounded
+from gecko.ops.backends.dispatch import is_package, on_gpu, products_are_rounded
 from gecko.runtime.tensors import TensorRecord, map_tensors, tensors_of, to_device
 from gecko.segments import Segments
 
@@ -38,7 +32,11 @@ def content(tensors: list[Tensor]) -> Hashable | None:
 
     It takes as long as to read the tensors from memory: about as long as to decode a token.
     """
-    return kernels_of("decoding", "cpu").content(tensors) if is_package() else None
+    if not is_package():
+        return None
+    from gecko.ops.decoding import cpu
+
+    return cpu.content(tensors)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -55,6 +53,11 @@ def linear_dtype(x: Tensor) -> torch.dtype:
     if not torch.is_autocast_enabled(device) or (device == "cpu" and products_are_rounded()):
         return x.dtype
     return torch.get_autocast_dtype(device)
+
+
+def empty_contiguous(x: Tensor) -> Tensor:
+    """Allocate a contiguous tensor like x, for its gradient."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def float32_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -94,13 +97,19 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}.")
 
 
-def check_segments(segments: Segments, batch: int, length: int) -> None:
-    """Raise ValueError unless ``segments`` describe a call of this batch and length."""
+def layout_of_call(segments: Segments | None, batch: int, length: int, device: torch.device) -> Segments:
+    """Return ``segments``, or the layout of a call whose rows continue their documents.
+
+    Raises:
+        ValueError: they do not describe a call of this batch and length.
+    """
+    segments = segments or Segments.build(batch, length, device=device)
     if (segments.batch, segments.length) != (batch, length):
         raise ValueError(
             f"segments must be those of the call, {batch} rows of {length} tokens; "
             f"got {segments.batch} of {segments.length}."
         )
+    return segments
 
 
 _NUMBERS = 2**17
@@ -108,7 +117,8 @@ _NUMBERS = 2**17
 
 
 def slices(rows: int, length: int, features: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the (rows, steps) of each slice of a batch."""
+    """Yield the (rows, steps) of slices of a batch that stay in a core's cache. A pass over activations in memory takes
+    several times as long, so operators with hand-written gradients on a CPU make their passes slice by slice."""
     tokens = max(1, _NUMBERS * torch.get_num_threads() // features)
     height, width = max(1, tokens // length), min(length, tokens)
     for row, step in product(range(0, rows, height), range(0, length, width)):
@@ -140,15 +150,16 @@ def padded(x: Tensor, before: int, after: int) -> Tensor:
 def run_by_chunk_offset(
     form: Form[State], inputs: tuple[Tensor, ...], state: State, segments: Segments, period: int
 ) -> tuple[Tensor, State]:
-    """Run ``form`` once for each group of rows with the same chunk offset. All tensors are batch first."""
-    offsets = [position % period for position in segments.clock.position.tolist()]
-    return _run_by_group(form, inputs, state, segments, offsets)
+    """Run ``form`` once for each group of rows of the same position modulo ``period``. All tensors are batch first."""
+    if common_chunk_offset(segments, period) is not None:
+        return form(inputs, state, segments)
+    return _run_by_group(form, inputs, state, segments, (segments.clock.position % period).tolist())
 
 
 def run_by_length(
-    form: Form[State], inputs: tuple[Tensor, ...], state: State, segments: Segments
+    operator: Callable[..., tuple[Tensor, State]], inputs: tuple[Tensor, ...], state: State, segments: Segments
 ) -> tuple[Tensor, State]:
-    """Run ``form`` without padding, once for each group of rows with the same length.
+    """Run ``operator(*inputs, state=…, segments=…)`` without padding, once for each group of rows of the same length.
 
     All tensors are batch first; steps are the second to last dimension of inputs and outputs. Outputs at padding are 0.
     """
@@ -156,7 +167,7 @@ def run_by_length(
 
     def without_padding(inputs: tuple[Tensor, ...], state: State, padded_rows: Segments) -> tuple[Tensor, State]:
         part = padded_rows.unpadded()
-        output, state = form(tuple(x.narrow(-2, 0, part.length) for x in inputs), state, part)
+        output, state = operator(*(x.narrow(-2, 0, part.length) for x in inputs), state=state, segments=part)
         return padded(output, 0, segments.length - part.length), state
 
     return _run_by_group(without_padding, inputs, state, segments, segments.ends.tolist())
@@ -165,7 +176,6 @@ def run_by_length(
 def _run_by_group(
     form: Form[State], inputs: tuple[Tensor, ...], state: State, segments: Segments, groups: list[int]
 ) -> tuple[Tensor, State]:
-    """Run ``form`` once for the rows of each group; ``groups`` has the group of every row."""
     device = inputs[0].device
     rows_of: dict[int, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):

@@ -29,6 +29,9 @@ class Slots:
     slot_of_token: Tensor
     """(tokens,) slot of each token."""
 
+    def filled(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.token_of_slot).index_fill_(0, self.empty, 0)
+
 
 @dataclass(frozen=True)
 class ScanPlan:
@@ -55,8 +58,7 @@ class ScanPlan:
     @classmethod
     def of(cls, segments: Segments) -> ScanPlan:
         """Return the plan of a call. It is computed once for all layers."""
-        form = cls.of_rows if segments.starts is None else cls.of_documents
-        return segments.shared("scan", form)
+        return segments.shared("scan", cls.of_rows if segments.starts is None else cls.of_documents)
 
     @classmethod
     def of_rows(cls, segments: Segments) -> ScanPlan:
@@ -113,7 +115,7 @@ class ScanPlan:
         """Convert (batch, length, features) to (features, chunks, chunk), with zeros in empty slots."""
         features = x.shape[-1]
         if self.slots is not None:
-            flat = _ToSlots.apply(x.reshape(-1, features), self.slots)
+            flat = _Moved.apply(x.reshape(-1, features), self.slots, True)
         else:
             empty = len(self.level_sizes) * self.chunk - self.length
             flat = (F.pad(x, (0, 0, 0, empty)) if empty else x).reshape(-1, features)
@@ -123,7 +125,7 @@ class ScanPlan:
         """Convert (features, chunks, chunk) back to (batch, length, features)."""
         flat = _Transposed.apply(y.flatten(1))
         if self.slots is not None:
-            return _FromSlots.apply(flat, self.slots).view(self.batch, self.length, -1)
+            return _Moved.apply(flat, self.slots, False).view(self.batch, self.length, -1)
         whole = flat.view(self.batch, -1, y.shape[0])
         return whole if whole.shape[1] == self.length else whole[:, : self.length]
 
@@ -161,40 +163,27 @@ class _Transposed(torch.autograd.Function):
         return grad.t().contiguous()
 
 
-class _ToSlots(torch.autograd.Function):
-    """Copy rows (tokens, features) to (slots, features). The backward pass is a copy too, without sums."""
+class _Moved(torch.autograd.Function):
+    """Copy rows (tokens, features) to slots, or back. The backward pass is the opposite copy, without sums."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
-        ctx.slots = slots
-        return _spread(x, slots)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.slots.slot_of_token), None
-
-
-class _FromSlots(torch.autograd.Function):
-    """The inverse of ``_ToSlots``."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
-        ctx.slots = slots
-        return y.index_select(0, slots.slot_of_token)
+    def forward(ctx: Any, x: Tensor, slots: Slots, to_slots: bool) -> Tensor:
+        ctx.slots, ctx.to_slots = slots, to_slots
+        return slots.filled(x) if to_slots else x.index_select(0, slots.slot_of_token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _spread(grad, ctx.slots), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        slots = ctx.slots
+        return grad.index_select(0, slots.slot_of_token) if ctx.to_slots else slots.filled(grad), None, None
 
 
-def _spread(x: Tensor, slots: Slots) -> Tensor:
-    return x.index_select(0, slots.token_of_slot).index_fill_(0, slots.empty, 0)
+class ChunkStates(torch.autograd.Function):
+    """Compute the state at the start of every scan chunk, h_{j+1} = decay · h_j + update_j along a document.
 
-
-class _ChunkStates(torch.autograd.Function):
-    """Compute h at the start of every chunk from h_{j+1} = decay · h_j + update_j."""
+    updates: (features, chunks, modes), real or complex, as the result; decay: (features, modes), over a whole chunk;
+    initial: (features, runs, modes), before the first chunk of each document.
+    """
 
     @staticmethod
     def forward(ctx: Any, updates: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
@@ -224,18 +213,7 @@ class _ChunkStates(torch.autograd.Function):
         return grad_updates, grad_decay, totals[0].clone(), None
 
 
-def chunk_states(updates: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
-    """Return the state at the start of every scan chunk, h_{j+1} = decay · h_j + update_j along a document.
-
-    Args:
-        updates: (features, chunks, modes), real or complex: what each chunk adds.
-        decay: (features, modes): decay over one whole chunk.
-        initial: (features, runs, modes): state before the first chunk of each document.
-
-    Returns:
-        (features, chunks, modes).
-    """
-    return _ChunkStates.apply(updates, decay, initial, plan)
+chunk_states = ChunkStates.apply
 
 
 def decayed_sum(x: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:

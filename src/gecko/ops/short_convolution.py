@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision, run_by_length
+from gecko.ops.common import check_shape, compute_dtype, full_precision, layout_of_call, run_by_length
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
@@ -24,23 +26,16 @@ def short_convolution(
 
     Returns:
         y in the shape and dtype of x, and the state after the last step, zero before the start of its document.
-
-    Raises:
-        ValueError: the shapes are inconsistent.
     """
     batch, length, channels = x.shape
     check_shape("taps", taps, (channels, taps.shape[-1]))
     lags = taps.shape[1] - 1
     state = x.new_zeros(batch, lags, channels, dtype=compute_dtype(x)) if state is None else state
     check_shape("state", state, (batch, lags, channels))
-    segments = segments or Segments.build(batch, length, device=x.device)
-    check_segments(segments, batch, length)
+    segments = layout_of_call(segments, batch, length, x.device)
     with full_precision(x):
         if segments.ends is not None:
-            return run_by_length(
-                lambda inputs, state, segments: short_convolution(inputs[0], taps, state, segments=segments),
-                (x,), state, segments,
-            )  # fmt: skip
+            return run_by_length(partial(short_convolution, taps=taps), (x,), state, segments)
         wide = x.to(compute_dtype(x))
         steps = torch.cat([state.to(wide.dtype), wide], dim=1)
         weights = taps.to(wide.dtype).softmax(-1)
@@ -68,20 +63,3 @@ def _steps_in_document(segments: Segments, most: int) -> Tensor | None:
         return to_device((position - given.document_starts + 1).clamp(max=most + 1), given.device)
 
     return segments.shared(("steps in document", most), build)
-
-
-def short_convolution_reference(x: Tensor, taps: Tensor, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Compute ``short_convolution`` step by step, one row at a time."""
-    weights, outputs, states = taps.softmax(-1), [], []
-    for row in range(segments.batch):
-        begin, held = int(segments.clock.position[row]), list(state[row].unbind(0))
-        found = []
-        for t, step in enumerate(x[row].unbind(0)):
-            read = begin + t - int(segments.document_starts[row, t])  # steps of the document before this one
-            held = [old if len(held) - i <= read else torch.zeros_like(old) for i, old in enumerate(held)]
-            window = [*held, step]
-            found.append(sum((weights[:, i] * old for i, old in enumerate(window)), torch.zeros_like(step)))
-            held = window[1:]
-        outputs.append(torch.stack(found))
-        states.append(torch.stack(held) if held else state[row])
-    return torch.stack(outputs), torch.stack(states)

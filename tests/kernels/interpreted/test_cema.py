@@ -11,7 +11,7 @@ from kernels.agreement import is_well_registered, normal
 from kernels.recording import take_kernels
 from support import cases, laws
 
-from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, triton_coefficients, varlen_tiles
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, varlen_tiles
 from gecko.ops.cema.varlen_tiles import VarlenTilePlan
 from gecko.segments import Segments
 
@@ -134,11 +134,11 @@ def _op_arguments(length: int = 40) -> tuple[object, ...]:
     parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     given = x[:, plan.head :], *parts, torch.randn(5), state
     leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
-    return (*leaves, plan.continues, plan.forwards.tensors(), plan.backwards.tensors(), plan.unit)
+    return (*leaves, plan.continues, list(plan.forwards), list(plan.backwards), plan.unit)
 
 
 def test_the_operator_is_registered_in_full():
-    torch.library.opcheck(triton._cema_op.registered, _op_arguments())
+    torch.library.opcheck(triton._cema.registered, _op_arguments())
 
 
 def test_the_operator_compiles_in_one_graph():
@@ -190,7 +190,7 @@ def test_coefficients_of_which_some_have_no_gradient():
 
 
 def test_coefficients_are_well_registered():
-    is_well_registered(triton_coefficients._coefficients, normal(5, 3), normal(5, 3, seed=1), normal(5))
+    is_well_registered(triton.coefficients_triton, normal(5, 3), normal(5, 3, seed=1), normal(5))
 
 
 def test_long_memories_stay_accurate():

@@ -22,7 +22,7 @@ from gecko.inference.packed_weights import _ONLY_IN_PYTORCH, PackedWeights, deco
 from gecko.inference.request import Request, Token
 from gecko.ops.backends.dispatch import Launch
 from gecko.ops.decoding import triton_step
-from gecko.ops.decoding.triton_ends import choose_kernel, draw_kernel, turn_kernel
+from gecko.ops.decoding.triton_rows import choose_kernel, draw_kernel, turn_kernel
 from gecko.state import GeckoState
 
 CHUNK = 4

@@ -50,7 +50,7 @@ def test_swiglu(shape, dtype, tiles):
 
 def test_gates_are_well_registered():
     attended, gate = normal(2, 2, 3, 4), normal(2, 3, 8)
-    is_well_registered(gates._silu_by_head, gate, 2)
-    is_well_registered(gates._gated, attended, gate, normal(2, 2, 3, 4, seed=1))
-    is_well_registered(gates._gated, attended, gate, None)
-    is_well_registered(product._swiglu, gate, normal(2, 3, 8, seed=1))
+    is_well_registered(gates.silu_by_head_triton, gate, 2)
+    is_well_registered(gates.gated_triton, attended, gate, normal(2, 2, 3, 4, seed=1))
+    is_well_registered(gates.gated_triton, attended, gate, None)
+    is_well_registered(product.swiglu_triton, gate, normal(2, 3, 8, seed=1))

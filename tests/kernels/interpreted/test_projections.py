@@ -8,8 +8,7 @@ from kernels.agreement import TOLERANCE, normal
 from kernels.recording import take_kernels
 
 from gecko.ops.backends import dispatch
-from gecko.ops.projections import projections
-from gecko.ops.projections.gpu import ProjectionsGPU
+from gecko.ops.projections import ProjectionsGPU, projections
 from gecko.train.step import autocast
 
 BIASED = [(True, False), (False, True)]

@@ -11,7 +11,7 @@ from kernels.recording import take_kernels
 from support import cases, laws
 from support.cases import CHUNK, Case
 
-from gecko.ops.working_memory import WorkingMemoryState, triton_chain, triton_factors, triton_features
+from gecko.ops.working_memory import WorkingMemoryState, triton_chain, triton_features
 from gecko.ops.working_memory import triton as kernels
 from gecko.ops.working_memory.chunked import working_memory_chunked
 from gecko.ops.working_memory.rules import RULES
@@ -25,6 +25,10 @@ SINGLE = [
     )
 ]  # fmt: skip
 ONE = [replace(Case(35, "packed", (21,)), dtype=torch.float32)]
+
+
+def _by_kernels(rule, chunk_size, inputs, state, segments):
+    return kernels.EnteredTriton.enter(rule, chunk_size, inputs, state, segments).read(state.memory)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,7 @@ def _small_tiles(monkeypatch) -> None:
     for name in ("_FORWARD", "_BACKWARD"):
         monkeypatch.setattr(triton_chain, name, {"block_r": 16, "block_s": 16})
     monkeypatch.setattr(triton_features, "_TILE", 128)
-    monkeypatch.setattr(triton_factors, "_TILE", 64)
+    monkeypatch.setattr(triton_chain, "_TILE", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,7 +65,7 @@ def test_memories_of_many_tiles(rule, dtype, monkeypatch):
     exact = [x.detach().double().requires_grad_() for x in inputs]
     segments = Segments.build(1, 100, segment_ids=(torch.arange(100) >= 13).long().unsqueeze(0))
     outputs = []
-    for form, x in ((kernels.working_memory_triton, inputs), (working_memory_chunked, exact)):
+    for form, x in ((_by_kernels, inputs), (working_memory_chunked, exact)):
         empty = WorkingMemoryState.empty(rule, 1, 2, 18, 35, torch.promote_types(x[0].dtype, torch.float32))
         out, state = form(RULES[rule], 20, tuple(x), empty, Segments.select(segments, [0]))
         weights = normal(*out.shape, seed=9).detach()
@@ -84,7 +88,7 @@ def test_gradients_in_bfloat16_are_those_of_the_eager_form_up_to_rounding():
     weights, found = normal(1, 2, 96, 64, seed=9).detach().bfloat16(), []
     for form, dtype in (
         (working_memory_chunked, torch.float64), (working_memory_chunked, torch.float32),
-        (kernels.working_memory_triton, torch.bfloat16),
+        (_by_kernels, torch.bfloat16),
     ):  # fmt: skip
         leaves = [x.detach().to(dtype if dtype.itemsize == 8 else x.dtype).requires_grad_() for x in inputs]
         empty = WorkingMemoryState.empty("adaptive", 1, 2, 32, 64, torch.promote_types(dtype, torch.float32))
@@ -103,7 +107,7 @@ def test_adaptive_memory_is_bounded_however_large_the_keys(shift, packed):
     ids = (torch.arange(61) >= 13).long().unsqueeze(0) if packed else None
     state = WorkingMemoryState.empty("adaptive", 1, 2, 3, 3)
     segments = Segments.build(1, 61, segment_ids=ids)
-    out, state = kernels.working_memory_triton(RULES["adaptive"], CHUNK, (q, 200 * k + shift, v), state, segments)
+    out, state = _by_kernels(RULES["adaptive"], CHUNK, (q, 200 * k + shift, v), state, segments)
     (out.sum() + sum(x.sum() for x in state.tensors().values() if x.is_floating_point())).backward()
     assert out.isfinite().all() and state.memory.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (q, k, v))

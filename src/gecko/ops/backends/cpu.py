@@ -1,8 +1,9 @@
 """Load and call the C kernels of all operators, and choose between PyTorch's two libraries for linear layers.
 
 **Files.** The kernels of an operator are in ``ops/NAME/cpu.c`` (and ``cpu_*.c`` if one file is too long), their
-autograd functions in ``ops/NAME/cpu.py``, and code shared by the C files in ``ops/backends/*.h``. The kernels need
-contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run. ``cpu_library`` compiles them.
+``CFunction`` in ``ops/NAME/__init__.py`` or ``cpu.py``, and code shared by the C files in ``ops/backends/*.h``. The
+kernels need contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run. ``cpu_library``
+compiles them.
 
 **Threads** are PyTorch's: its OpenMP runtime is in the process before the library, which uses the same one. Work is
 divided by shape and not by the number of threads, and sums have a fixed order: results are the same on any number of
@@ -157,6 +158,28 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     return tuple(x if x is None else x.contiguous() for x in tensors)
 
 
+class CFunction(torch.autograd.Function):
+    """An operator in C. Its ``forward`` saves by ``save`` what its ``backward`` reads by ``saved``."""
+
+    @classmethod
+    def run(cls, *arguments: Any) -> Any:
+        """Compute the operator for contiguous copies of tensors. Autograd takes as long as a small kernel, so it is
+        left out where gradients are disabled."""
+        given = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
+        return cls.apply(*given) if torch.is_grad_enabled() else cls.forward(_KeepsNothing(), *given)
+
+
+class _KeepsNothing:
+    """The context of a forward pass without a backward pass."""
+
+    needs_input_grad = ()
+
+    def save_for_backward(self, *_: Any) -> None:
+        pass
+
+    set_materialize_grads = mark_non_differentiable = save_for_backward
+
+
 _functions: dict[str, tuple[Any, list[torch.dtype]]] = {}
 """Functions with their argument types set, which would take longer than the call, and the dtypes behind pointers."""
 
@@ -204,14 +227,10 @@ _FEWEST_MULTIPLICATIONS = 2**20
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x weightᵀ + bias like ``F.linear``: x (…, inputs), weight (outputs, inputs), bias (outputs,)."""
-    if x.numel() * len(weight) < _FEWEST_MULTIPLICATIONS or not _onednn_runs_on(x, weight, bias):
-        return F.linear(x, weight, bias)
-    y: Tensor = (_OneDNNLinear.apply if torch.is_grad_enabled() else _onednn)(x, weight, bias)
-    return y
-
-
-def _onednn_runs_on(*given: Tensor | None) -> bool:
-    return not torch.is_autocast_enabled("cpu") and is_plain_float32(*given) and onednn_is_faster()
+    large = x.numel() * len(weight) >= _FEWEST_MULTIPLICATIONS and not torch.is_autocast_enabled("cpu")
+    if large and is_plain_float32(x, weight, bias) and onednn_is_faster():
+        return (_OneDNNLinear.apply if torch.is_grad_enabled() else _onednn)(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 @cache
@@ -263,27 +282,19 @@ def packed_weights_run_on(
 
     A kernel that ``fills_outputs`` up to whole registers supports any number of outputs.
     """
-    return (
-        x.numel() >= min(_FEWEST_OF_SMALL, _FEWEST_TOKENS) * x.shape[-1]
-        and cpu_kernels_run_on(x, *weights, *others)  # not while traced: before the rules on sizes
-        and x.numel() >= (_FEWEST_TOKENS if fills_outputs else _fewest_tokens(weights)) * x.shape[-1]
-        and torch.is_autocast_enabled("cpu") == products_are_rounded()
-        and all(_fits(weight, fills_outputs) for weight in weights)
-    )
-
-
-def _fewest_tokens(weights: Sequence[Tensor]) -> int:
-    small = onednn_is_faster() and all(weight.numel() <= _SMALL for weight in weights)
-    return min(_FEWEST_OF_SMALL, _FEWEST_TOKENS) if small else _FEWEST_TOKENS
+    fewest = min(_FEWEST_OF_SMALL, _FEWEST_TOKENS)
+    # The rules on sizes come after ``cpu_kernels_run_on``, which is False while they are traced.
+    if x.numel() < fewest * x.shape[-1] or not cpu_kernels_run_on(x, *weights, *others):
+        return False
+    if fills_outputs or not onednn_is_faster() or any(weight.numel() > _SMALL for weight in weights):
+        fewest = _FEWEST_TOKENS
+    rounded = torch.is_autocast_enabled("cpu") == products_are_rounded()
+    return x.numel() >= fewest * x.shape[-1] and rounded and all(_fits(weight, fills_outputs) for weight in weights)
 
 
 def _fits(weight: Tensor, fills_outputs: bool) -> bool:
     """Return whether sizes are multiples of the numbers, or pairs of them, that a register holds."""
     width = 2 * CPU_KERNEL_WIDTH if products_are_rounded() else CPU_KERNEL_WIDTH
     outputs, inputs = weight.shape
-    return (fills_outputs or outputs % width == 0) and inputs % width == 0 and 0 < weight.numel() <= _most_weights()
-
-
-@cache
-def _most_weights() -> int:
-    return _MOST_ON_AMD if onednn_is_faster() else _MOST_WEIGHTS
+    most = _MOST_ON_AMD if onednn_is_faster() else _MOST_WEIGHTS
+    return (fills_outputs or outputs % width == 0) and inputs % width == 0 and 0 < weight.numel() <= most

@@ -1,15 +1,15 @@
 """Choice of a backend for each operator call, and the conventions of the kernels.
 
 **Backends.** Each operator has up to three implementations: Triton kernels in ``ops/NAME/triton.py`` (and
-``triton_*.py`` if one file is too long), C kernels in ``ops/NAME/cpu.py`` and ``cpu.c``, and an eager form made of
-PyTorch's operations. ``choose_backend`` selects one per call, and its module is imported on first use. The
-package therefore does not import Triton, and ``gecko.hf.export`` copies no kernels: exported code runs the eager
-forms. Eager forms also serve float64 and all other cases that a kernel leaves out.
+``triton_*.py`` if one file is too long), C kernels in ``ops/NAME/cpu.c``, which ``ops/NAME/__init__.py`` or ``cpu.py``
+calls, and an eager form made of PyTorch's operations. ``choose_backend`` selects one per call. Modules with Triton
+kernels are imported by the function that calls them, so the package does not import Triton. ``gecko.hf.export`` copies
+no kernels: exported code runs the eager forms. These also serve float64 and all other cases that a kernel leaves out.
 
-**Layers of a Triton operator.** A ``@triton.jit`` function is the kernel. A plain function ``_forward(x, …)``
-allocates outputs with ``torch.empty``, builds one ``Launch`` per kernel and runs it. ``custom_op("NAME")`` wraps it;
-``register_autograd`` adds its backward, a custom op as well. The function is its own fake: without values nothing is
-launched. Custom ops take and return tensors and numbers only, and never return an input.
+**Layers of a Triton operator.** A ``@triton.jit`` function is the kernel. A plain function allocates outputs with
+``torch.empty``, builds one ``Launch`` per kernel and runs it. ``@custom_op("NAME")`` makes it an operator, with a
+backward pass that calls another one. The function is its own fake: without values nothing is launched. Custom ops take
+and return tensors and numbers only, and never return an input.
 
 **Names.** ``p_`` pointer, ``b_`` tile in registers, ``i_`` index or offsets, ``m_`` mask. Sizes are words
 (``length``, ``channels``); those that kernels unroll are ``tl.constexpr``.
@@ -30,10 +30,9 @@ limited to 65,535 programs.
 sets. There is no autotuning, and no recompilation when the length changes: pass lengths as arguments named in
 ``do_not_specialize``.
 
-**Tests.** ``tests/kernels/interpreted`` runs kernels on CPU tensors, under ``TRITON_INTERPRET=1`` and under ttsem
-(``make test-simulated``), which executes the compiled TTIR of each launch and checks accesses and races.
-``tests/kernels/compiled`` records the launches of models (``recording.recorded``), compiles them as they are launched,
-and checks their registers, spills and shared memory.
+**Tests.** ``tests/kernels/interpreted`` runs kernels on CPU tensors, interpreted or simulated with checks of accesses
+and races (``make test-simulated``). ``tests/kernels/compiled`` compiles the launches of models and checks their
+registers.
 
 **Custom operators.** The compiler, and code that traces, counts or transforms PyTorch's operations, sees what
 ``torch.library.custom_op`` registers. The dispatcher costs 50 % more host time per block (``benchmarks/host.py``), so
@@ -47,7 +46,6 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -70,10 +68,7 @@ def triton_kernels_run_on(x: Tensor) -> bool:
 
 
 def cpu_kernels_run_on(*tensors: Tensor | None) -> bool:
-    """Return whether C kernels support a call with ``tensors``, all floating-point inputs of the operator.
-
-    All but None must be plain float32 on the CPU, the C library must be built, and operations must not be watched.
-    """
+    """Return whether ``tensors`` are what C kernels read (``is_plain_float32``) and the C library is built."""
     return is_plain_float32(*tensors) and _cpu_kernels_installed()
 
 
@@ -91,10 +86,8 @@ def choose_backend(x: Tensor, *others: Tensor | None, triton: bool = True, cpu: 
     eager     any                                                             none
     ========  ==============================================================  =====================
 
-    Args:
-        x: the input that decides about Triton.
-        others: the other floating-point inputs. None is skipped.
-        triton, cpu: whether the kernels of the operator support the sizes and options of this call.
+    ``triton`` and ``cpu`` say whether the kernels of the operator support the sizes and options of this call, and
+    ``others`` are its other floating-point inputs or None.
     """
     if triton and triton_kernels_run_on(x):
         return "triton"
@@ -183,15 +176,6 @@ def is_package() -> bool:
     return __name__ == "gecko.ops.backends.dispatch"
 
 
-@cache
-def kernels_of(name: str, file: str) -> ModuleType:
-    """Return the module ``file`` ("cpu", for example) of the operator ``name``.
-
-    ``torch.compile`` cannot trace it: Triton backends that are to be traced are imported by an import statement.
-    """
-    return importlib.import_module(f"gecko.ops.{name}.{file}")
-
-
 @dataclass(frozen=True)
 class Launch:
     """One launch of a Triton kernel: everything that determines the compiled code and the run."""
@@ -233,11 +217,6 @@ def tile(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def warps_of(sizes: Mapping[str, int]) -> int:
-    """Return the number of warps for an elementwise tile of a norm: one per 512 numbers, between 4 and 16."""
-    return min(16, max(4, sizes["steps"] * sizes["together"] * sizes["width"] // 512))
-
-
 class CustomOp:
     """Custom operator: a pure function of tensors, lists of tensors and numbers that returns new tensors or a list of
     them.
@@ -268,9 +247,24 @@ class CustomOp:
         return self.registered(*arguments) if self._function is None else self._function.apply(*arguments)
 
 
-def custom_op(name: str) -> Callable[[Callable[..., Any]], CustomOp]:
-    """Return a decorator that makes a function the operator ``gecko::name``."""
-    return lambda forward: CustomOp(f"gecko::{name}", forward)
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save all inputs for the backward pass, for operators of tensors only."""
+    ctx.save_for_backward(*inputs)
+
+
+def custom_op(
+    name: str, backward: Callable[..., Any] | None = None, keep: Callable[..., None] = keep_inputs
+) -> Callable[[Callable[..., Any]], CustomOp]:
+    """Return a decorator that makes a function the operator ``gecko::name``, with the backward pass and the
+    ``setup_context`` of ``torch.library.register_autograd``."""
+
+    def decorate(forward: Callable[..., Any]) -> CustomOp:
+        made = CustomOp(f"gecko::{name}", forward)
+        if backward is not None:
+            made.register_autograd(backward, setup_context=keep)
+        return made
+
+    return decorate
 
 
 def _function(

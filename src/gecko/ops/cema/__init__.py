@@ -1,18 +1,28 @@
-"""Complex exponential moving average (CEMA), paper Eq. 1."""
+"""Complex exponential moving average (CEMA), paper Eq. 1.
+
+The C kernels run the recurrence step by step: no tables, no transposes and one pass over x.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
+from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked, cema_step
 from gecko.ops.cema.varlen_tiles import FEWEST, MOST_MODES
-from gecko.ops.common import check_segments, check_shape, compute_dtype, full_precision, run_by_length
-from gecko.segments import Segments
+from gecko.ops.common import check_shape, compute_dtype, full_precision, layout_of_call, run_by_length
+from gecko.segments import Arriving, Pending, Ready, Segments
 
-__all__ = ["CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_step", "empty_cema_state"]
-
+__all__ = [
+    "CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_state_before", "cema_step", "empty_cema_state",
+]  # fmt: skip
 
 MOST_CPU_MODES = 256
 """Maximum number of modes per channel for the C kernels, which keep the states of all modes on the stack."""
@@ -33,9 +43,6 @@ def cema(
 
     Returns:
         y (B, T, D) in the dtype of x, and h after the last step, (B, D, N, 2).
-
-    Raises:
-        ValueError: the shapes are inconsistent.
     """
     batch, length, channels = x.shape
     modes = coefficients.input.shape[1]
@@ -43,54 +50,36 @@ def cema(
     dtype = compute_dtype(x)
     if state is not None:
         check_shape("state", state, (batch, channels, modes, 2))
-    segments = segments or Segments.build(batch, length, device=x.device)
-    check_segments(segments, batch, length)
+    segments = layout_of_call(segments, batch, length, x.device)
     if skip is not None:
         check_shape("skip", skip, (channels,))
+    floats = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output, state
     with full_precision(x):
-        backend = _backend(x, coefficients, state, skip)
-        if segments.ends is not None and backend != "cpu":
-            state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
-            return run_by_length(
-                lambda inputs, state, segments: cema(inputs[0], coefficients, state, segments=segments, skip=skip),
-                (x,), state, segments,
-            )  # fmt: skip
-        match backend:
-            case "triton":
-                return kernels_of("cema", "triton").cema_triton(x, coefficients, state, segments, skip)
-            case "cpu":
-                state = empty_cema_state(batch, channels, modes, dtype) if state is None else state
-                return kernels_of("cema", "cpu").cema_cpu(x, coefficients, state, segments, skip)
+        # A call of one token is always "eager" here.
+        fits_triton, fits_cpu = length >= FEWEST and modes <= MOST_MODES, length > 1 and modes <= MOST_CPU_MODES
+        backend = choose_backend(x, *floats, skip, triton=fits_triton, cpu=fits_cpu)
+        padded = segments.ends is not None and backend != "cpu"
+        if backend == "triton" and not padded:
+            from gecko.ops.cema.triton import cema_triton
+
+            return cema_triton(x, coefficients, state, segments, skip)
         state = empty_cema_state(batch, channels, modes, dtype, x.device) if state is None else state
+        if padded:
+            return run_by_length(partial(cema, coefficients=coefficients, skip=skip), (x,), state, segments)
+        if backend == "cpu":
+            return _cema_cpu(x, coefficients, state, segments, skip)
         if length > 1:
             y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
             return y.to(x.dtype), state
-        y, state = _step(x, coefficients, state, segments)
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (x, state, *floats[:4]))
+        if choose_backend(x, triton=not differentiated, cpu=False) == "triton":
+            from gecko.ops.cema.triton_forward import cema_step_triton
+
+            y, state = cema_step_triton(x, coefficients, state, segments)
+        else:
+            y, state = cema_step(x.to(dtype), coefficients, state, segments)
     y = y.to(x.dtype)
     return (y if skip is None else torch.addcmul(y, x, skip.to(x.dtype))), state
-
-
-def _backend(x: Tensor, coefficients: CEMACoefficients, state: Tensor | None, skip: Tensor | None) -> Backend:
-    """Return the backend for a call of several tokens; a call of one token is always "eager" here."""
-    length, modes = x.shape[1], coefficients.input.shape[1]
-    return choose_backend(
-        x, coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output, state, skip,
-        triton=length >= FEWEST and modes <= MOST_MODES,
-        cpu=length > 1 and modes <= MOST_CPU_MODES,
-    )  # fmt: skip
-
-
-def _step(x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    if choose_backend(x, triton=not _wants_gradients(x, coefficients, state), cpu=False) == "triton":
-        return kernels_of("cema", "triton_forward").cema_step_triton(x, coefficients, state, segments)
-    return cema_step(x.to(compute_dtype(x)), coefficients, state, segments)
-
-
-def _wants_gradients(x: Tensor, coefficients: CEMACoefficients, state: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(
-        tensor.requires_grad
-        for tensor in (x, state, coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output)
-    )
 
 
 def empty_cema_state(
@@ -113,3 +102,75 @@ def cema_reference(
         h = q * h + p * x_t.unsqueeze(-1)
         outputs.append((gamma * h).real.sum(-1))
     return torch.stack(outputs, dim=1), torch.view_as_real(h)
+
+
+def cema_state_before(
+    x: Tensor, coefficients: Callable[[], CEMACoefficients], state: Tensor | None, segments: Segments
+) -> Pending[Tensor | None]:
+    """Return the state before the tokens x (B, T, D), (B, D, N, 2). A rank sends what x adds to later ranks.
+
+    ``state`` is that before the call; on ranks after the first it is None. Only ranks need ``coefficients``.
+    """
+    exchange = segments.exchange
+    if exchange is None:
+        return Ready(state)
+    filters = coefficients()
+
+    def receive(arrived: list[Tensor]) -> Tensor:
+        """Decay the state of each earlier rank over the tokens of the ranks between."""
+        (ends,) = arrived
+        between = x.shape[1] * torch.arange(len(ends), device=ends.device).view(-1, 1, 1)
+        kept = torch.view_as_complex(ends) * filters.decay(between).unsqueeze(1)
+        earlier = torch.view_as_real((kept * (exchange.counts > 0)[..., None, None]).sum(0))
+        return earlier if state is None else state + earlier
+
+    _, end = cema(x, filters, state, segments=segments)
+    return Arriving(exchange.send(to_later=[end]), receive)
+
+
+def _cema_cpu(
+    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    factor = torch.view_as_real(coefficients.decay())
+    check_shape("coefficients' decay", factor, (*coefficients.input.shape, 2))
+    check_shape("coefficients.output", coefficients.output, (*coefficients.input.shape, 2))
+    skip = x.new_zeros(x.shape[-1]) if skip is None else skip
+    ends = None if torch.is_grad_enabled() else segments.ends
+    given = coefficients.input, factor, coefficients.output, skip, state, segments.start_flags, ends
+    return CEMACPU.run(x, *given)
+
+
+_LANES, _TILE, _TOGETHER = 16, 64, 4
+"""Same as in cpu.c."""
+_GROUPS = 8
+"""Number of groups of rows. Each group sums its coefficient gradients separately. The number is constant so that the
+sums do not depend on the number of threads."""
+
+
+class CEMACPU(CFunction):
+    """CEMA of x, p (D, N), q and γ (D, N, 2), ω, the state, the document starts and the lengths of padded rows."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        x, p, q, gamma, skip, state, starts, _ = given
+        (batch, length, channels), kept = x.shape, None
+        if any(ctx.needs_input_grad):  # the states before every tile
+            modes = -(-p.shape[1] // _TOGETHER) * _TOGETHER
+            kept = x.new_empty(batch, -(-channels // _LANES), -(-length // _TILE), modes, 2, _LANES)
+        save(ctx, x, p, q, gamma, skip, starts, kept)
+        y, final = torch.empty_like(x), torch.empty_like(state)
+        call("cema_forward", *given, y, kept, final, *x.shape, p.shape[1])
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        x, p, q, gamma, skip, starts, kept = saved(ctx)
+        groups = min(len(x), _GROUPS)
+        grad_x, grad_state = torch.empty_like(x), x.new_empty(len(x), *q.shape)
+        sums = [t.new_empty(groups, *t.shape) for t in (p, q, gamma, skip)]
+        call(
+            "cema_backward", x, p, q, gamma, skip, starts, kept, grad.contiguous(), grad_final.contiguous(),
+            grad_x, *sums, grad_state, groups, *x.shape, p.shape[1],
+        )  # fmt: skip
+        return grad_x, *(t.sum(0) for t in sums), grad_state, None, None

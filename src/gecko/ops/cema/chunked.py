@@ -50,9 +50,10 @@ class CEMACoefficients:
         # In training these are twenty launches of a layer. Weights are packed for decoding once, on any device.
         fits = torch.is_grad_enabled() and alpha.shape == delta.shape and theta.shape == alpha.shape[:1]
         if fits and all(choose_backend(x, cpu=False) == "triton" for x in (alpha, delta, theta)):
-            from gecko.ops.cema.triton_coefficients import coefficients_triton
+            from gecko.ops.cema.triton import coefficients_triton
 
-            return cls(*coefficients_triton(alpha, delta, theta), gamma.to(compute_dtype(gamma)))
+            p, log_damping, angle = coefficients_triton(alpha, delta, theta)
+            return cls(p, log_damping, angle, gamma.to(compute_dtype(gamma)))
         alpha, delta, theta, gamma = (x.to(compute_dtype(x)) for x in (alpha, delta, theta, gamma))
         modes = torch.arange(1, alpha.shape[1] + 1, device=alpha.device, dtype=alpha.dtype)
         p = alpha.sigmoid()

@@ -1,4 +1,4 @@
-"""Triton backend of CEMA: launches of the filter and of its gradients, and the custom operator.
+"""Triton backend of CEMA: launches of the filter and of its gradients, the custom operators, and the coefficients.
 
 A program processes a few channels of one row, one tile of sixteen items at a time (``varlen_tiles.py``). For each
 channel the items are the rows of matrix products with the tables of a chunk of C steps (``chunked.py``), which are
@@ -9,19 +9,10 @@ The gradient of x is the same filter run backwards in time with γ and p exchang
 k[0], so it needs no extra pass. The gradients of the coefficients need one more forward pass with ∂h / ∂ log q
 (``triton_backward.py``). Only x, the states before and after the call and small tables are saved for the backward pass.
 
-**Cost** for B = 1, T = 32,768, D = 2,048, N = 16, bfloat16 (x is 134 MB). Multiply-adds of matrix products and
-instructions per thread are per token and channel; instructions are counted in the code compiled for sm_90
-(``benchmarks/gpu_budget.py``):
-
-    part                     passes over memory    bytes      multiply-adds           instructions
-    forward                  2: x, y               268 MB     2 C + 14 N = 288        26
-    backward, inputs         2: g, dx              268 MB     2 C + 14 N = 288        26
-    backward, coefficients   2: x, g               268 MB     2 C + 12 N = 256        40
-
-With 132 SMs at 1.755 GHz that issue 4 warp instructions per cycle, 26 instructions take 0.06 ms, as long as the bytes
-at 4.3 TB/s, and 40 take 0.10 ms. These are predictions. For float32, before three chunks were in flight, an H200 took
-0.58 and 0.85 ms (``benchmarks/results/notes.md``). The second read of a tile (16 items of at most 512 tokens, 8
-channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
+Forward and both parts of backward (inputs, and coefficients) each move x twice: two reads or a read and a write. With N
+= 16 modes in bfloat16 they take 288, 288 and 256 multiply-adds per token and channel, and 26, 26 and 40 instructions
+per thread (``benchmarks/gpu_budget.py``), about as long as the bytes. The second read of a tile (16 items of at most
+512 tokens, 8 channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
 
 For bfloat16 x, C = 32 and factors are bfloat16: x is exact, tables and states are the sum of two bfloat16 numbers (16
 bits), except in the pass over coefficients, where they are one. For float16 x, C = 16 and products are tf32, which
@@ -31,18 +22,22 @@ products of states and gradients are three tf32 products. For float32, C = 16 an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import Launch, blocks, custom_op
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked
 from gecko.ops.cema.triton_backward import coefficient_gradients_kernel, gradients_kernel, response_kernel
 from gecko.ops.cema.triton_forward import filter_kernel
 from gecko.ops.cema.varlen_tiles import ITEMS, MOST_MODES, VarlenTilePlan
 from gecko.segments import Segments
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 _CHANNELS = 8
 """Channels per program of the kernels over coefficients."""
@@ -64,9 +59,9 @@ def cema_triton(
         y_head, state = cema_chunked(head.float(), coefficients, state, plan.head_segments)
         head = y_head.to(x.dtype) if skip is None else torch.addcmul(y_head, head, skip).to(x.dtype)
     given = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
-    y, after, *_ = _cema_op(
+    y, after, *_ = _cema(
         x[:, plan.head :].contiguous(), *(_table(tensor) for tensor in given), None if skip is None else _table(skip),
-        None if state is None else _table(state), plan.continues, plan.forwards.tensors(), plan.backwards.tensors(),
+        None if state is None else _table(state), plan.continues, list(plan.forwards), list(plan.backwards),
         plan.unit,
     )  # fmt: skip
     return (torch.cat([head, y], dim=1) if plan.head else y), after
@@ -76,8 +71,7 @@ def _table(tensor: Tensor) -> Tensor:
     return tensor.float().contiguous()
 
 
-@dataclass(frozen=True)
-class _Tables:
+class _Tables(NamedTuple):
     """Tables that the passes over tokens read: k of one chunk (D, C), and q and p as complex numbers (D, N, 2)."""
 
     response: Tensor
@@ -107,15 +101,6 @@ def _sizes(p: Tensor, chunk: int) -> dict[str, int]:
     return {"channels": p.shape[0], "modes": p.shape[1], "chunk": chunk, "b_d": _CHANNELS, "b_n": MOST_MODES}
 
 
-def _forward(
-    x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None,
-    before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tables = _Tables.of(input, log_damping, angle, output, skip, _chunk(x, unit))
-    y, after = _filter(x, tables, tables.input, output, before, None, forwards, unit)
-    return y, after, tables.response, tables.decay, tables.input
-
-
 def _filter(
     x: Tensor, tables: _Tables, into: Tensor, out: Tensor, before: Tensor | None, continues: Tensor | None,
     items: list[Tensor], unit: int,
@@ -125,18 +110,20 @@ def _filter(
     y, after = torch.empty_like(x), into.new_empty(batch, channels, modes, 2)
     arguments = {
         "p_x": x, "p_y": y, "p_response": tables.response, "p_in": into, "p_out": out, "p_decay": tables.decay,
-        "p_before": before, "p_after": after, "p_continues": continues, **_named(items), "channels": channels,
-        "modes": modes, "unit": unit, "reverse": continues is not None, "b_n": MOST_MODES, **_constants(x, unit),
+        "p_before": before, "p_after": after, "p_continues": continues, "reverse": continues is not None,
+        # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
+        "modes": modes, "b_d": 8, "b_n": MOST_MODES, **_tokens(x, items, unit),
     }  # fmt: skip
-    # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
     grid = batch, blocks(channels, 8)
-    Launch(filter_kernel, grid, {**arguments, "b_d": 8}, warps=8, stages=_STAGES, registers=_registers(x)).run()
+    Launch(filter_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
     return y, after
 
 
-def _constants(x: Tensor, unit: int) -> dict[str, Any]:
+def _tokens(x: Tensor, items: list[Tensor], unit: int) -> dict[str, Any]:
+    """Return what kernels over the tokens of x take."""
     precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(x.dtype, "tf32x3")
-    return {"precision": precision, "chunk": _chunk(x, unit), "items": ITEMS}
+    sizes = {"channels": x.shape[2], "unit": unit, "precision": precision, "chunk": _chunk(x, unit), "items": ITEMS}
+    return dict(zip(("p_first", "p_begin", "p_end", "p_kind", "p_tiles"), items, strict=True)) | sizes
 
 
 def _chunk(x: Tensor, unit: int) -> int:
@@ -149,13 +136,7 @@ def _registers(x: Tensor) -> int | None:
     return None if x.dtype == torch.float32 else 232
 
 
-def _named(items: list[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(("p_first", "p_begin", "p_end", "p_kind", "p_tiles"), items, strict=True))
-
-
-_cema_op = custom_op("cema")(_forward)
-
-
+@custom_op("cema_backward")
 def _backward(
     grad: Tensor, grad_after: Tensor | None, x: Tensor, output: Tensor, response: Tensor, decay: Tensor,
     input: Tensor, before: Tensor | None, after: Tensor, continues: Tensor, forwards: list[Tensor],
@@ -183,24 +164,20 @@ def _sums(
 ) -> dict[str, Tensor]:
     """Return Σ g h and Σ g ∂h/∂log q without the inputs of the chunk of each step, ∂h/∂log q after the last step, all
     (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks, (B, D, C, C)."""
-    (batch, _, channels), modes, constants = x.shape, tables.input.shape[1], _constants(x, unit)
+    (batch, _, channels), modes, given = x.shape, tables.input.shape[1], _tokens(x, items, unit)
     sums, derivatives, last = (tables.input.new_empty(batch, channels, modes, 2) for _ in range(3))
-    correlation = tables.input.new_empty(batch, channels, constants["chunk"], constants["chunk"])
-    b_d, b_n = 8, 8
+    correlation = tables.input.new_empty(batch, channels, given["chunk"], given["chunk"])
     arguments = {
         "p_x": x, "p_grad": grad, "p_in": tables.input, "p_decay": tables.decay, "p_before": before, "p_sums": sums,
-        "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, **_named(items),
-        "channels": channels, "modes": modes, "unit": unit, "b_d": b_d, "b_n": b_n, **constants,
+        "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, "modes": modes, "b_d": 8, "b_n": 8,
+        **given,
     }  # fmt: skip
-    grid = (batch, blocks(channels, b_d) * blocks(modes, b_n))
+    grid = batch, blocks(channels, 8) * blocks(modes, 8)
     Launch(gradients_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
     return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation}
 
 
-_backward_op = custom_op("cema_backward")(_backward)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, _, _, out, skip, before, continues, forwards, backwards, ctx.unit = inputs
     _, after, *tables = output
     ctx.absent = skip is None, before is None
@@ -214,7 +191,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_after: Tensor | None, *_:
     x, *saved = ctx.saved_tensors
     items = -2 * ctx.items
     grad = torch.zeros_like(x) if grad is None else grad.contiguous()
-    grads = _backward_op(
+    grads = _backward(
         grad, None if grad_after is None else grad_after.contiguous(), x, *saved[:items],
         saved[items : -ctx.items], saved[-ctx.items :], ctx.unit,
     )  # fmt: skip
@@ -224,4 +201,107 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_after: Tensor | None, *_:
     return *given, by_skip, grad_before, None, [None] * ctx.items, [None] * ctx.items, None
 
 
-_cema_op.register_autograd(_differentiate, setup_context=_setup)
+@custom_op("cema", _differentiate, _keep)
+def _cema(
+    x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None,
+    before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    tables = _Tables.of(input, log_damping, angle, output, skip, _chunk(x, unit))
+    y, after = _filter(x, tables, tables.input, output, before, None, forwards, unit)
+    return y, after, tables.response, tables.decay, tables.input
+
+
+# The coefficients of ``CEMACoefficients.from_parameters``. The tensors are small, so their time is that of launches:
+# PyTorch's operations take ten of them forward and eleven backward in every layer, these kernels one each.
+
+
+def _launch_small(kernel: Any, alpha: Tensor, tensors: dict[str, Tensor | None]) -> None:
+    channels, modes = alpha.shape
+    width = tile(modes, 1)
+    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 256 // width), "b_n": width}
+    grid = (blocks(channels, sizes["b_d"]),)
+    Launch(kernel, grid, {**tensors, **sizes, "turn": 2 * math.pi / modes}, warps=4).run()
+
+
+@custom_op("cema_coefficients_backward")
+def _coefficients_backward(
+    by_input: Tensor | None, by_log: Tensor | None, by_angle: Tensor | None, alpha: Tensor, delta: Tensor, theta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of alpha, delta and theta."""
+    grads = [None if x is None else x.contiguous() for x in (by_input, by_log, by_angle)]
+    given = [x.contiguous() for x in (alpha, delta, theta)]
+    by_alpha, by_delta, by_theta = map(torch.empty_like, given)
+    names = (
+        "p_by_in", "p_by_log", "p_by_angle", "p_alpha", "p_delta", "p_theta", "p_grad_alpha", "p_grad_delta",
+        "p_grad_theta",
+    )  # fmt: skip
+    _launch_small(
+        _gradients_kernel, given[0], dict(zip(names, (*grads, *given, by_alpha, by_delta, by_theta), strict=True))
+    )
+    return by_alpha, by_delta, by_theta
+
+
+def _keep_parameters(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
+
+
+@custom_op("cema_coefficients", lambda ctx, *of: _coefficients_backward(*of, *ctx.saved_tensors), _keep_parameters)
+def coefficients_triton(alpha: Tensor, delta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p, log |q| and arg q, (D, N) float32 each."""
+    alpha, delta, theta = (x.contiguous() for x in (alpha, delta, theta))
+    p, log_damping, angle = (torch.empty_like(alpha, dtype=torch.float32) for _ in range(3))
+    _launch_small(_coefficients_kernel, alpha, {
+        "p_alpha": alpha, "p_delta": delta, "p_theta": theta, "p_in": p, "p_log": log_damping, "p_angle": angle,
+    })  # fmt: skip
+    return p, log_damping, angle
+
+
+@triton.jit
+def _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d: tl.constexpr, b_n: tl.constexpr):
+    """Return σ(α), σ(δ) (channels, modes) and σ(θ) (channels,) of a program, and offsets and masks of both shapes.
+
+    They are float64: a token's phase is its index times the angle, and so is its error. In float32 the exponential and
+    the quotient of a GPU add several roundings to the angle's own.
+    """
+    i_d, i_n = tl.program_id(0) * b_d + tl.arange(0, b_d), tl.arange(0, b_n)
+    m_d, i_k = i_d < channels, i_d[:, None] * modes + i_n[None, :]
+    m_k = m_d[:, None] & (i_n < modes)[None, :]
+    b_p = 1 / (1 + tl.exp(-tl.load(p_alpha + i_k, mask=m_k, other=0.0).to(tl.float64)))
+    b_s = 1 / (1 + tl.exp(-tl.load(p_delta + i_k, mask=m_k, other=0.0).to(tl.float64)))
+    b_t = 1 / (1 + tl.exp(-tl.load(p_theta + i_d, mask=m_d, other=0.0).to(tl.float64)))
+    return b_p, b_s, b_t, i_d, m_d, i_k, m_k, (i_n + 1)[None, :]
+
+
+@triton.jit
+def _coefficients_kernel(p_alpha, p_delta, p_theta, p_in, p_log, p_angle, channels, modes, turn: tl.constexpr,
+                         b_d: tl.constexpr, b_n: tl.constexpr):  # fmt: skip
+    b_p, b_s, b_t, _, _, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
+    tl.store(p_in + i_k, b_p.to(tl.float32), mask=m_k)
+    # log(1 − x) loses the digits of a small x: the quotient with the rounded 1 − x has them.
+    b_x = b_p * b_s
+    b_rest = 1 - b_x
+    b_kept = tl.where(b_rest == 1, 1.0, 1 - b_rest)
+    b_log = tl.where(b_rest == 1, -b_x, tl.log(b_rest) * (b_x / b_kept))
+    tl.store(p_log + i_k, b_log.to(tl.float32), mask=m_k)
+    tl.store(p_angle + i_k, (turn * b_t[:, None] * b_mode).to(tl.float32), mask=m_k)
+
+
+@triton.jit
+def _gradients_kernel(p_by_in, p_by_log, p_by_angle, p_alpha, p_delta, p_theta, p_grad_alpha, p_grad_delta,
+                      p_grad_theta, channels, modes, turn: tl.constexpr, b_d: tl.constexpr,
+                      b_n: tl.constexpr):  # fmt: skip
+    b_p, b_s, b_t, i_d, m_d, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
+    b_p, b_s, b_t = b_p.to(tl.float32), b_s.to(tl.float32), b_t.to(tl.float32)
+    b_by_in, b_by_log, b_by_angle = tl.zeros_like(b_p), tl.zeros_like(b_p), tl.zeros_like(b_p)
+    if p_by_in is not None:
+        b_by_in += tl.load(p_by_in + i_k, mask=m_k, other=0.0)
+    if p_by_log is not None:
+        b_by_log += tl.load(p_by_log + i_k, mask=m_k, other=0.0) / (b_p * b_s - 1)
+    if p_by_angle is not None:
+        b_by_angle += tl.load(p_by_angle + i_k, mask=m_k, other=0.0)
+    b_alpha, b_delta = (b_by_in + b_by_log * b_s) * b_p * (1 - b_p), b_by_log * b_p * b_s * (1 - b_s)
+    tl.store(p_grad_alpha + i_k, b_alpha.to(p_grad_alpha.dtype.element_ty), mask=m_k)
+    tl.store(p_grad_delta + i_k, b_delta.to(p_grad_delta.dtype.element_ty), mask=m_k)
+    b_theta = turn * tl.sum(b_by_angle * b_mode, 1) * b_t * (1 - b_t)
+    tl.store(p_grad_theta + i_d, b_theta.to(p_grad_theta.dtype.element_ty), mask=m_d)

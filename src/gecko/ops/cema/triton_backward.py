@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.backends.triton_axis import at_step
 from gecko.ops.cema.triton_forward import (
     add_product,
     complex_product,
@@ -34,6 +33,7 @@ from gecko.ops.cema.triton_forward import (
     state_factor,
     store_pair,
 )
+from gecko.ops.timestep_norm.triton_tiles import at_step
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -279,21 +279,9 @@ def coefficient_gradients_kernel(
         real, imag = load_pair(p_derivatives, i_at, m_k)
         by_real, by_imag = by_real + real, by_imag + imag
         sum_real, sum_imag, by_real, by_imag, b_skip = _add_correlations(
-            p_correlation,
-            sum_real,
-            sum_imag,
-            by_real,
-            by_imag,
-            b_skip,
-            b_p,
-            zero,
-            q_real,
-            q_imag,
-            i_d,
-            m_d,
-            chunk,
+            p_correlation, sum_real, sum_imag, by_real, by_imag, b_skip, b_p, zero, q_real, q_imag, i_d, m_d, chunk,
             lags,
-        )
+        )  # fmt: skip
         if p_grad_after is not None:
             given_real, given_imag = load_pair(p_grad_after, i_at, m_k)
             real, imag = load_pair(p_last, i_at, m_k)

@@ -8,6 +8,7 @@ at the end of its unit. Kernels process tiles of ``ITEMS`` items.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +33,7 @@ FRESH, CONTINUES, PASSES = 0, 1, 2
 """State before an item: zero, the state after the item before, or (first item of a row) the state before the call."""
 
 
-@dataclass(frozen=True)
-class VarlenTiles:
+class VarlenTiles(NamedTuple):
     """Items of all rows in processing order. The items of each row are padded at the front to whole tiles; the tensors
     of items go on after the last one (``_capacity``)."""
 
@@ -47,9 +47,6 @@ class VarlenTiles:
     """(items,) int32: FRESH, CONTINUES or PASSES."""
     tiles: Tensor
     """(rows + 1,) int32: first tile of each row."""
-
-    def tensors(self) -> list[Tensor]:
-        return [self.first, self.begin, self.end, self.kind, self.tiles]
 
 
 @dataclass(frozen=True)

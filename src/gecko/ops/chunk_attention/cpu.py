@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call, save, saved
+from gecko.ops.backends.cpu import CFunction, call, save, saved
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
 from gecko.ops.chunk_attention.chunked import Attended, AttentionState, Pattern, in_order, ring_after
 from gecko.ops.rotary import rotate
@@ -41,14 +41,8 @@ def chunk_attention_cpu(
     )
     turns = segments.once(("turns", pattern, q.shape[-1]), lambda: _turns(pattern, q))
     first = segments.shared(("first", pattern), partial(_first, pattern))
-    given = (*(x.contiguous() for x in (q, given_k, given_v, *before)), turns, first)
     rounded = rounded and pattern.chunk_size % 2 == 0 and v.shape[-1] % (2 * CPU_KERNEL_WIDTH) == 0
-    log_sums: Tensor | None
-    if torch.is_grad_enabled():
-        out, log_sums = ChunkAttentionCPU.apply(pattern, rounded, *given)
-    else:
-        log_sums = q.new_empty(q.shape[:3]) if pattern.sinks else None
-        out = _forward(pattern, rounded, *given, log_sums=log_sums)
+    out, log_sums = ChunkAttentionCPU.run(pattern, rounded, q, given_k, given_v, *before, turns, first)
     if segments.ends is not None:
         rows = _rings_of_rows(pattern, (k, v), (keys, values), segments.ends, ring_start)
         return out, log_sums, AttentionState(*rows)
@@ -98,25 +92,20 @@ def _first(pattern: Pattern, segments: Segments) -> Tensor:
     return torch.maximum(begun - (steps - place) + chunk, by_pattern).to(torch.int32).contiguous()
 
 
-def _forward(pattern: Pattern, rounded: bool, *given: Tensor, log_sums: Tensor | None = None) -> Tensor:
-    q, _, v = given[:3]
-    out = v.new_empty(*q.shape[:3], v.shape[-1])
-    call("chunk_attention_forward", *given, out, log_sums, *_sizes(q, v, pattern), int(rounded))
-    return out
+class ChunkAttentionCPU(CFunction):
+    """Attention of q, k, v and the keys and values of the chunk before the call; see cpu.c.
 
-
-class ChunkAttentionCPU(torch.autograd.Function):
-    """Attention of q, k, v and the keys and values of the chunk before the call, all contiguous; see cpu.c.
-
-    Returns the output and log Σ exp(score), (B, H, T).
+    Returns the output and log Σ exp(score), (B, H, T), which backward and sinks need.
     """
 
     @staticmethod
-    def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> tuple[Tensor, Tensor]:
-        log_sums = given[0].new_empty(given[0].shape[:3])
+    def forward(ctx: Any, pattern: Pattern, rounded: bool, *given: Tensor) -> tuple[Tensor, Tensor | None]:
+        q, _, v = given[:3]
+        log_sums = q.new_empty(q.shape[:3]) if pattern.sinks or any(ctx.needs_input_grad) else None
         ctx.pattern, ctx.rounded = pattern, rounded
         ctx.set_materialize_grads(False)
-        out = _forward(pattern, rounded, *given, log_sums=log_sums)
+        out = v.new_empty(*q.shape[:3], v.shape[-1])
+        call("chunk_attention_forward", *given, out, log_sums, *_sizes(q, v, pattern), int(rounded))
         save(ctx, *given, log_sums)
         return out, log_sums
 

@@ -121,19 +121,6 @@ def _is_narrow(v: Tensor) -> bool:
     return v.itemsize == 2 and v.shape[2] <= WIDEST
 
 
-@custom_op("attend_grid")
-def attend_grid(
-    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """Attend on the grid of chunks that ``triton_layout`` describes.
-
-    Returns:
-        (R, n · c, value width) in the dtype of v, and log₂ Σ exp(score), (R, n · c) float32.
-    """
-    form = narrow_forward if _is_narrow(v) else wide_forward
-    return form(near, far, k, v, first, heads, chunk_size)
-
-
 @custom_op("attend_grid_backward")
 def attend_grid_backward(
     grad: Tensor, grad_log_sum: Tensor | None, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor,
@@ -160,4 +147,14 @@ def _pass_back(ctx, grad, grad_log_sum):
     return grad_near, grad_far if grad_far.numel() else None, grad_k, grad_v, None, None, None
 
 
-attend_grid.register_autograd(_pass_back, setup_context=_keep)
+@custom_op("attend_grid", _pass_back, _keep)
+def attend_grid(
+    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attend on the grid of chunks that ``triton_layout`` describes.
+
+    Returns:
+        (R, n · c, value width) in the dtype of v, and log₂ Σ exp(score), (R, n · c) float32.
+    """
+    form = narrow_forward if _is_narrow(v) else wide_forward
+    return form(near, far, k, v, first, heads, chunk_size)

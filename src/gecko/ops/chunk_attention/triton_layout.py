@@ -7,9 +7,8 @@ by their place in the chunk, for keys of the same chunk; ``far`` are rotated by 
 is its own, so each query sees at least itself.
 
 ``lay`` copies the tokens of a call to the grid, or into the ring of the state, and rotates them, in one pass: each
-number is read once and written once. gecko-7b at T = 32 K in bf16: q, in two rotations, and k read 192 MiB and write
-192 MiB, 0.08 ms at 4.8 TB/s; gecko-1b half of that. Values are copied only if the call does not cover whole chunks or
-continues a document; otherwise attention reads them in place.
+number is read once and written once. Values are copied only if the call does not cover whole chunks or continues a
+document; otherwise attention reads them in place.
 """
 
 from __future__ import annotations
@@ -110,12 +109,8 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
     out = x.new_empty(x.shape[:-1], dtype=torch.float32)
     block_d = min(tile(x.shape[-1]), 256)
     block_t = 4096 // block_d
-    Launch(
-        _row_dot_kernel, (blocks(out.numel(), block_t),),
-        dict(
-            p_x=x, p_y=y, p_out=out, rows=out.numel(), width=x.shape[-1], block_t=block_t, block_d=block_d,
-        ), warps=4,
-    ).run()  # fmt: skip
+    arguments = dict(p_x=x, p_y=y, p_out=out, rows=out.numel(), width=x.shape[-1], block_t=block_t, block_d=block_d)
+    Launch(_row_dot_kernel, (blocks(out.numel(), block_t),), arguments, warps=4).run()
     return out
 
 
@@ -211,42 +206,24 @@ def _tiles(width: int) -> tuple[int, int]:
     return 2048 // features, features
 
 
-def _lay(
-    x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, far: bool, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    batch, heads, length, width = x.shape
-    out = [x.new_empty(batch, heads, rows, width, dtype=dtype) for _ in range(1 + far)]
-    block_t, block_d = _tiles(width)
-    Launch(
-        _lay_kernel, (blocks(rows, block_t), batch * heads, blocks(width, block_d)),
-        dict(
-            p_x=x.contiguous(), p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=out[0],
-            p_far=out[1] if far else None, p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads,
-            turned_heads=turned_heads, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t,
-            block_d=block_d,
-        ), warps=4,
-    ).run()  # fmt: skip
-    return out
-
-
-def _lay_backward(
+@custom_op("lay_backward")
+def lay_backward(
     grad: Tensor, grad_far: Tensor | None, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
     chunk_size: int, turned_heads: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    """Return the gradient of x in ``lay``, (B, H, length, d) of ``dtype``."""
     batch, heads, rows, width = grad.shape
     out = grad.new_empty(batch, heads, length, width, dtype=dtype)
     block_t, block_d = _tiles(width)
     if grad_far is not None:  # two rotations of 16 numbers a thread would spill
         block_t = max(1, block_t // 2)
-    Launch(
-        _lay_backward_kernel, (blocks(length, block_t), batch * heads, blocks(width, block_d)),
-        dict(
-            p_grad=grad.contiguous(), p_grad_far=None if grad_far is None else grad_far.contiguous(), p_table=table,
-            p_out=out, p_offset=offset, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
-            chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
-        ), warps=4,
-    ).run()  # fmt: skip
+    arguments = dict(
+        p_grad=grad.contiguous(), p_grad_far=None if grad_far is None else grad_far.contiguous(), p_table=table,
+        p_out=out, p_offset=offset, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
+        chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
+    )  # fmt: skip
+    grid = blocks(length, block_t), batch * heads, blocks(width, block_d)
+    Launch(_lay_backward_kernel, grid, arguments, warps=4).run()
     return out
 
 
@@ -260,36 +237,6 @@ def _ring_grad(grad: Tensor, offset: Tensor, shift: Tensor, length: int, to_ring
         taken = row < offset[:, None]
     index = row.clamp(max=grad.shape[2] - 1)[:, None, :, None].expand(-1, grad.shape[1], -1, grad.shape[3])
     return grad.gather(2, index).masked_fill(~taken[:, None, :, None], 0)
-
-
-@custom_op("lay")
-def lay(
-    x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, far: bool, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    """Copy x (B, H, T, d) to ``rows`` rows, and rotate the first ``turned_heads`` heads by place; with ``far``, once
-    more, rotated by place + c, without the ring.
-
-    On the grid, token t of batch row b goes to row offset_b + t. Row r before the first token gets slot
-    (r + shift_b) mod 2c of the ring, and rows after the last token are zero. If ``to_ring``, the token goes to row
-    (offset_b + t) mod 2c, and slots without a new token keep their value. Without a ring, its values are zero.
-
-    Args:
-        ring: (B, H, 2c, d); table: (2c, d) of ``rotary_table``; None: no rotation. offset, shift: (B,) int64.
-
-    Returns:
-        (B, H, rows, d) of ``dtype`` each.
-    """
-    return _lay(x, ring, table, offset, shift, rows, to_ring, chunk_size, turned_heads, far, dtype)
-
-
-@custom_op("lay_backward")
-def lay_backward(
-    grad: Tensor, grad_far: Tensor | None, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of x in ``lay``, (B, H, length, d) of ``dtype``."""
-    return _lay_backward(grad, grad_far, table, offset, length, to_ring, chunk_size, turned_heads, dtype)
 
 
 def _keep(ctx, inputs, output):
@@ -310,4 +257,32 @@ def _pass_back(ctx, grads):
     return grad_x, grad_ring, *[None] * 9
 
 
-lay.register_autograd(_pass_back, setup_context=_keep)
+@custom_op("lay", _pass_back, _keep)
+def lay(
+    x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
+    chunk_size: int, turned_heads: int, far: bool, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Copy x (B, H, T, d) to ``rows`` rows, and rotate the first ``turned_heads`` heads by place; with ``far``, once
+    more, rotated by place + c, without the ring.
+
+    On the grid, token t of batch row b goes to row offset_b + t. Row r before the first token gets slot
+    (r + shift_b) mod 2c of the ring, and rows after the last token are zero. If ``to_ring``, the token goes to row
+    (offset_b + t) mod 2c, and slots without a new token keep their value. Without a ring, its values are zero.
+
+    Args:
+        ring: (B, H, 2c, d); table: (2c, d) of ``rotary_table``; None: no rotation. offset, shift: (B,) int64.
+
+    Returns:
+        (B, H, rows, d) of ``dtype`` each.
+    """
+    batch, heads, length, width = x.shape
+    out = [x.new_empty(batch, heads, rows, width, dtype=dtype) for _ in range(1 + far)]
+    block_t, block_d = _tiles(width)
+    arguments = dict(
+        p_x=x.contiguous(), p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=out[0],
+        p_far=out[1] if far else None, p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads,
+        turned_heads=turned_heads, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t,
+        block_d=block_d,
+    )  # fmt: skip
+    Launch(_lay_kernel, (blocks(rows, block_t), batch * heads, blocks(width, block_d)), arguments, warps=4).run()
+    return out

@@ -6,26 +6,18 @@ T · 2c · H is saved: the backward pass computes the weights again from the sav
 A query sees 1.5 c keys on average. cuBLAS's products divide the diagonal block into bands of rows, and each
 band stops at the last key that it sees. With four bands they read 1.625 c of the 2 c keys of a window.
 
-Cost of one layer at T = 32 K, one row, bf16, c = 2,048, key width 256, value width 2,048 (a multiply-add is two FLOPs):
-
-| | gecko-7b (H 4) | gecko-1b (H 2) |
-|---|---|---|
-| q (two rotations), k, v read, out written | 1.19 GiB | 0.59 GiB |
-| weights written and read | 1.63 GiB | 0.81 GiB |
-| forward: scores for the sums, scores for the weights, weights · v | 0.21 + 0.21 + 1.79 TFLOP | half |
-| floor: scores and weights · v of visible keys only | 0.21 + 1.65 TFLOP | half |
-| backward: scores, g · vᵀ, weightsᵀ · g, and two products of key width | 0.21 + 1.65 + 1.79 + 0.45 TFLOP | half |
-| floor: four products and the scores again | 0.21 + 1.65 + 1.65 + 0.41 TFLOP | half |
-| saved for backward besides inputs and output: the log of the sums | 0.5 MiB | 0.25 MiB |
-
-At 790 TFLOP/s, the rate of large products on an H200, the floor of gecko-7b takes 2.4 ms forward and 5.0 ms backward;
-its memory traffic takes 0.27 ms at 4.8 TB/s. The products are the limit, so cuBLAS computes most of them.
+One layer of gecko-7b at T = 32 K, one row, bf16 takes 2.2 TFLOP forward (1.9 for the visible keys only) and 4.1
+backward (3.9), and 1.2 GiB for inputs and outputs besides 1.6 GiB for the weights, written and read: at 790 TFLOP/s and
+4.8 TB/s the products are the limit, so cuBLAS computes most of them. The log of the sums is all that is saved besides
+inputs and output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -205,19 +197,14 @@ class _Shape:
     def pieces(self, itemsize: int) -> Iterator[_WidePiece]:
         """Yield groups of blocks whose weights fit in the buffer. Those without a previous chunk come first."""
         alone = 0 if self.lookback and self.before else 1 if self.lookback else self.chunks
-        yield from self._pieces(0, alone, False, itemsize)
-        yield from self._pieces(alone, self.chunks, True, itemsize)
-
-    def _pieces(self, begin: int, end: int, previous: bool, itemsize: int) -> Iterator[_WidePiece]:
-        # Blocks are the second axis of a grid, which is limited to 65,535.
-        most = min(65_535, max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize)))
-        if end - begin > self.rows:
-            for row in range(self.rows):
-                for chunk in range(begin, end, most):
+        for begin, end, previous in ((0, alone, False), (alone, self.chunks, True)):
+            # Blocks are the second axis of a grid, which is limited to 65,535.
+            most = min(65_535, max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize)))
+            if end - begin > self.rows:
+                for row, chunk in product(range(self.rows), range(begin, end, most)):
                     yield _WidePiece(row, chunk, min(most, end - chunk), False, previous)
-        else:
-            for chunk in range(begin, end):
-                for row in range(0, self.rows, most):
+            else:
+                for chunk, row in product(range(begin, end), range(0, self.rows, most)):
                     yield _WidePiece(row, chunk, min(most, self.rows - row), True, previous)
 
 
@@ -249,21 +236,20 @@ def _tiles(width: int, dtype: torch.dtype, block_k: int) -> dict[str, int]:
 def _log_sums(near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, shape: _Shape) -> Tensor:
     out = near.new_empty(near.shape[:2], dtype=torch.float32)
     tiles = _tiles(near.shape[2], k.dtype, 128)
-    Launch(
-        _log_sum_kernel, (shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows),
-        dict(
-            p_near=near, p_far=far, p_k=k, p_first=first, p_out=out, chunks=shape.chunks, heads=shape.heads,
-            before=shape.before, chunk_size=shape.chunk, width=near.shape[2], lookback=shape.lookback,
-            operand_type=operand(k), **tiles,
-        ), warps=4, stages=3,
-    ).run()  # fmt: skip
+    arguments = dict(
+        p_near=near, p_far=far, p_k=k, p_first=first, p_out=out, chunks=shape.chunks, heads=shape.heads,
+        before=shape.before, chunk_size=shape.chunk, width=near.shape[2], lookback=shape.lookback,
+        operand_type=operand(k), **tiles,
+    )  # fmt: skip
+    grid = shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows
+    Launch(_log_sum_kernel, grid, arguments, warps=4, stages=3).run()
     return out
 
 
 def _piece_arguments(
     near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _WidePiece,
     block_k: int,
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     return dict(
         p_near=near, p_far=far, p_k=k, p_first=first, p_log_sum=log_sum, chunks=shape.chunks, heads=shape.heads,
         before=shape.before, row=piece.row, chunk=piece.chunk, row_step=int(piece.across),
@@ -272,9 +258,9 @@ def _piece_arguments(
     )  # fmt: skip
 
 
-def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, object]) -> tuple[int, int]:
+def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, Any]) -> tuple[int, int]:
     """Return the grid of a kernel that computes the weights of a piece."""
-    queries, keys = (blocks(shape.chunk, int(str(arguments[name]))) for name in ("block_q", "block_k"))
+    queries, keys = (blocks(shape.chunk, arguments[name]) for name in ("block_q", "block_k"))
     return queries * keys * (1 + piece.previous), piece.count
 
 

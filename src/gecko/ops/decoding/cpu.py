@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gecko.ops.backends.cpu import address, library
 from gecko.ops.backends.dispatch import PLAIN
-from gecko.ops.decoding.weights import GROUP, REGISTER, Record, Weights
+from gecko.ops.decoding import GROUP, REGISTER, Record, Weights
 
 WEIGHTS_PER_THREAD = 2**21
 """Products of weights and activations for which another thread pays. Threads meet six times a layer: on a busy machine,
@@ -27,8 +27,9 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [(name, c_int64) for name in ("kind", "outputs", "inputs", "row_bytes")] + [
-        (name, c_void_p) for name in ("weight", "scale", "bias")
+    _fields_ = [
+        *((name, c_int64) for name in ("kind", "outputs", "inputs", "row_bytes")),
+        *((name, c_void_p) for name in ("weight", "scale", "bias")),
     ]
 
 
@@ -49,26 +50,15 @@ class _Layer(ctypes.Structure):
         ("norm", _RunningNorm),
         *((name, c_void_p) for name in ("cema_tables", "cema_skip", "cema", "cema_norm")),
         *((name, _Matrix) for name in _MIXER_MATRICES),
-        *(
-            (name, c_void_p)
-            for name in (
-                "qk_scale",
-                "qk_shift",
-                "query_scale",
-                "key_scale",
-                "keys",
-                "values",
-                "sink_keys",
-                "sink_values",
-                "memory",
-                "normaliser",
-            )
-        ),
+        *((name, c_void_p) for name in (
+            "qk_scale", "qk_shift", "query_scale", "key_scale", "keys", "values", "sink_keys", "sink_values", "memory",
+            "normaliser",
+        )),
         ("previous", _ChunkSummaryStruct),
         ("current", _ChunkSummaryStruct),
         *((name, c_void_p) for name in ("previous_resets", "ffn_norm_scale", "ffn_norm_shift", "ffn_scale")),
         *((name, _Matrix) for name in _FEED_FORWARD_MATRICES),
-    ]
+    ]  # fmt: skip
 
 
 class _NetworkStruct(ctypes.Structure):
@@ -166,7 +156,9 @@ class Network:
         self._network.layer = self._layers
         self._room: dict[int, Tensor] = {}
         self._vocabulary = record["vocabulary"]
-        self._products = sum(_products(one) for one in self._layers) + _size(self._network.head)
+        names = *_MIXER_MATRICES, *_FEED_FORWARD_MATRICES
+        matrices = [self._network.head, *(getattr(layer, name) for layer in self._layers for name in names)]
+        self._products = sum(int(matrix.outputs * matrix.inputs) for matrix in matrices)
         self._features, self._rows = record["features"], record["rows"]
         self._logits = torch.empty(self._rows, self._vocabulary, dtype=torch.float32, device="cpu")
         self._tokens, self._slots = (c_int64 * self._rows)(), (c_int64 * self._rows)(*range(self._rows))
@@ -231,7 +223,8 @@ class Network:
 
     def _run(self, batch: _BatchStruct) -> None:
         threads = max(1, min(torch.get_num_threads(), batch.rows * self._products // WEIGHTS_PER_THREAD))
-        if _step(ctypes.byref(self._network), ctypes.byref(batch), self._room_of(threads), threads):
+        step = _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))
+        if step(ctypes.byref(self._network), ctypes.byref(batch), self._room_of(threads), threads):
             raise ValueError(
                 f"sequences must be in slots 0..{self._sizes['slots'] - 1}, at a position that is not before the start "
                 "of their document; a state has another clock. Read the text again."
@@ -240,13 +233,12 @@ class Network:
     def _room_of(self, threads: int) -> int:
         """Return the address of the work memory, which is zero before the first call."""
         if threads not in self._room:
-            numbers = _room_for(ctypes.byref(self._network), threads)
+            numbers = _function("decoding_room", c_int64, (c_void_p, c_int64))(ctypes.byref(self._network), threads)
             try:
                 self._room[threads] = torch.zeros(numbers, dtype=torch.float32, device="cpu")
             except RuntimeError as error:
-                raise MemoryError(
-                    f"decoding needs {4 * numbers:,} bytes to work in; the system refused them."
-                ) from error
+                message = f"decoding needs {4 * numbers:,} bytes to work in; the system refused them."
+                raise MemoryError(message) from error
         return self._room[threads].data_ptr()
 
     def _filled(self, kind: Any, record: Record) -> Any:
@@ -288,34 +280,13 @@ class Network:
         )  # fmt: skip
 
 
-def _size(matrix: _Matrix) -> int:
-    return int(matrix.outputs * matrix.inputs)
-
-
-def _products(layer: _Layer) -> int:
-    """Return the number of weights in the matrices of a layer."""
-    return sum(_size(getattr(layer, name)) for name in (*_MIXER_MATRICES, *_FEED_FORWARD_MATRICES))
-
-
-def _room_for(network: Any, threads: int) -> int:
-    return int(_function("decoding_room", c_int64, (c_void_p, c_int64))(network, threads))
-
-
-def _step(network: Any, batch: Any, room: int, threads: int) -> int:
-    return int(
-        _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))(network, batch, room, threads)
-    )
-
-
 def content(tensors: Sequence[Tensor]) -> Hashable | None:
     """Compute ``ops.common.content``."""
     if library("decoding") is None or not all(type(x) in PLAIN and x.is_cpu and x.is_contiguous() for x in tensors):
         return None
     count = len(tensors)
-    addresses, sizes = (
-        (c_void_p * count)(*(x.data_ptr() for x in tensors)),
-        (c_int64 * count)(*(x.nbytes for x in tensors)),
-    )
+    addresses = (c_void_p * count)(*(x.data_ptr() for x in tensors))
+    sizes = (c_int64 * count)(*(x.nbytes for x in tensors))
     threads = max(1, min(torch.get_num_threads(), sum(sizes) // WEIGHTS_PER_THREAD))
     function = _function("decoding_content", c_int64, (c_void_p, c_void_p, c_int64, c_int64))
     return function(addresses, sizes, count, threads), *((x.dtype, x.shape) for x in tensors)
@@ -329,9 +300,8 @@ def samples_in_c(logits: Tensor) -> bool:
 def first_broken(logits: Tensor) -> int | None:
     """Return the first row of logits (B, V) with a number that is not finite; None if there is none."""
     logits = logits.contiguous()
-    found = _function("decoding_first_broken", c_int64, (c_void_p, c_int64, c_int64))(
-        address("logits", logits, torch.float32), *logits.shape
-    )
+    function = _function("decoding_first_broken", c_int64, (c_void_p, c_int64, c_int64))
+    found = function(address("logits", logits, torch.float32), *logits.shape)
     return None if found < 0 else int(found)
 
 
@@ -346,10 +316,8 @@ def sample(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[flo
     rows, vocabulary = logits.shape
     tokens, weights = (c_int64 * rows)(), (c_double * vocabulary)()
     numbers = (c_double * rows)(*temperatures), (c_double * rows)(*uniforms)
-    arguments = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
-    _function("decoding_sample", c_int64, arguments)(
-        address("logits", logits, torch.float32), rows, vocabulary, *numbers, weights, tokens
-    )
+    function = _function("decoding_sample", c_int64, (c_void_p, c_int64, c_int64, *(c_void_p,) * 4))
+    function(address("logits", logits, torch.float32), rows, vocabulary, *numbers, weights, tokens)
     return list(tokens)
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch
+from gecko.ops.decoding import Record, Weights
 from gecko.ops.decoding.triton_step import Buffers, Launches
-from gecko.ops.decoding.weights import Record, Weights
 
 GRAPHS = 64
 """Most numbers of rows whose steps are kept as graphs; steps of others are launched one by one."""

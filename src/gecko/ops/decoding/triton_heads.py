@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.decoding.triton_pages import is_visible, place_of, state_of
+from gecko.ops.decoding.triton_rows import is_visible, place_of, state_of
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.decoding.triton_pages import place_of, state_of
+from gecko.ops.decoding.triton_rows import place_of, state_of
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -13,12 +13,18 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.chunk_attention.triton_layout import operand
-from gecko.ops.decoding.triton_average import average_kernel
-from gecko.ops.decoding.triton_ends import advance_kernel, choose_kernel, draw_kernel, embed_kernel, turn_kernel
+from gecko.ops.decoding import Record, Weights
 from gecko.ops.decoding.triton_heads import heads_kernel
 from gecko.ops.decoding.triton_mixer import enter_kernel, mix_kernel
 from gecko.ops.decoding.triton_products import gated_kernel, norm_kernel, onto_kernel, project_kernel
-from gecko.ops.decoding.weights import Record, Weights
+from gecko.ops.decoding.triton_rows import (
+    advance_kernel,
+    average_kernel,
+    choose_kernel,
+    draw_kernel,
+    embed_kernel,
+    turn_kernel,
+)
 from gecko.ops.timestep_norm.triton import decay_arguments
 
 _ATTENTIONS = "sliding_chunk", "chunk", "sliding_window"
@@ -59,11 +65,7 @@ class Buffers:
 
 
 class Launches:
-    """Makes the launches of a network, whose tensors are on one device.
-
-    Args:
-        record: as for ``network.Network``.
-    """
+    """Makes the launches of a network, whose tensors are on one device."""
 
     def __init__(self, record: Record, buffers: Buffers) -> None:
         self._net, self._buffers = record, buffers
@@ -141,14 +143,9 @@ class Launches:
 
     def _block_norm(self, rows: int, norm: Record, layer: Record | None = None) -> Launch:
         """Return the launch of the norm of a block's or the head's input, and of the moving average of ``layer``."""
-        a = self._buffers
-        if self._net["steps_only"]:
-            return self._norm(rows, a.x, norm["scale"], None, a.normal)
-        return self._average(rows, norm, layer)
-
-    def _average(self, rows: int, norm: Record, layer: Record | None) -> Launch:
-        """Return the launch of a timestep norm, and of the moving average of ``layer``."""
         net, a = self._net, self._buffers
+        if net["steps_only"]:
+            return self._norm(rows, a.x, norm["scale"], None, a.normal)
         size = net["features"] // net["groups"]
         width, modes = tile(size, 1), net["modes"]
         together = min(tile(net["groups"], 1), max(1, 64 // width))

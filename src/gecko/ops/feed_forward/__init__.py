@@ -1,12 +1,20 @@
-"""SwiGLU, and the gated feed-forward with its residual."""
+"""SwiGLU, and the gated feed-forward with its residual.
+
+In C, SwiGLU takes one pass each for forward and backward, and saves only the two projections. The hidden features of
+the feed-forward stay in a core's cache, except for the two projections that the backward pass needs.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import packed_weights_run_on
-from gecko.ops.backends.dispatch import choose_backend, kernels_of
+from gecko.ops.backends.cpu import CFunction, call, packed_weights_run_on, refuse_second_derivatives, save, saved
+from gecko.ops.backends.dispatch import choose_backend, products_are_rounded
 from gecko.ops.common import check_shape
 from gecko.ops.projections import projections
 
@@ -27,7 +35,7 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
 
             return swiglu_triton(a, b)
         case "cpu":
-            return kernels_of("feed_forward", "cpu").swiglu_cpu(a, b)
+            return SwiGLUCPU.run(a, b)
         case "eager":
             return F.silu(a) * b
 
@@ -41,9 +49,6 @@ def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor
 
     Returns:
         (…, D), in the dtype of a linear layer (see ``projections``), or of ``onto`` if it is wider.
-
-    Raises:
-        ValueError: the shapes are inconsistent.
     """
     hidden, features = len(gate), x.shape[-1]
     check_shape("gate", gate, (hidden, features))
@@ -51,7 +56,45 @@ def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor
     check_shape("down", down, (features, hidden))
     check_shape("onto", onto, tuple(x.shape))
     if packed_weights_run_on(x, (gate, up, down), (onto,)):
-        y: Tensor = kernels_of("feed_forward", "cpu").feed_forward_cpu(x, gate, up, down, onto)
-        return y
+        return FeedForwardCPU.run(products_are_rounded(), x, gate, up, down, onto)
     (y,) = projections(swiglu(*projections(x, (gate, up), (None, None))), (down,), (None,), onto)
     return y
+
+
+class SwiGLUCPU(CFunction):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        save(ctx, a, b)
+        y = torch.empty_like(a)
+        call("swiglu_forward", a, b, y, a.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = saved(ctx)
+        grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+        call("swiglu_backward", grad.contiguous(), a, b, grad_a, grad_b, a.numel())
+        return grad_a, grad_b
+
+
+class FeedForwardCPU(CFunction):
+    @staticmethod
+    def forward(ctx: Any, rounded: bool, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, onto: Tensor) -> Tensor:
+        ctx.rounded, (hidden, inputs), y = rounded, gate.shape, torch.empty_like(x)
+        kept = [x.new_empty(*x.shape[:-1], hidden) if any(ctx.needs_input_grad) else None for _ in range(2)]
+        save(ctx, x, gate, up, down, *kept)
+        sizes = int(rounded), x.numel() // inputs, inputs, hidden
+        call("feed_forward_forward", x, gate, up, down, onto, *kept, y, *sizes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        x, gate, up, down, a, b = saved(ctx)
+        hidden, inputs = gate.shape
+        trained = any(ctx.needs_input_grad[2:5])
+        grads = [torch.empty_like(x), *(torch.empty_like(t) if trained else None for t in (gate, up, down))]
+        grad, sizes = grad.contiguous(), (int(ctx.rounded), x.numel() // inputs, inputs, hidden)
+        call("feed_forward_backward", grad, x, gate, up, down, a, b, *grads, *sizes)
+        return None, *grads, grad

@@ -1,7 +1,7 @@
 """SiLU gates of the mixer, which convert between (B, T, H · d) of projections and (B, H, T, d) of attention.
 
-``torch.compile`` uses the references, which it fuses best. The eager forms with hand-written gradients read each tensor
-once in forward and once in backward.
+``torch.compile`` uses the references, which it fuses best. The other forms read each tensor once in forward and once in
+backward, and save only the inputs, which attention and the projections save as well.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.dispatch import choose_backend, kernels_of
-from gecko.ops.common import check_shape, slices
+from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.common import check_shape, empty_contiguous, slices
 
 __all__ = ["gated", "gated_reference", "silu_by_head", "silu_by_head_reference"]
 
@@ -33,7 +34,7 @@ def silu_by_head(x: Tensor, heads: int) -> Tensor:
 
             return silu_by_head_triton(x, heads)
         case "cpu":
-            return kernels_of("gates", "cpu").silu_by_head_cpu(x, heads)
+            return SiLUByHeadCPU.run(x, heads)
         case "eager":
             return (silu_by_head_reference if torch.compiler.is_compiling() else SiLUByHead.apply)(x, heads)
 
@@ -46,9 +47,6 @@ def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
 
     Returns:
         (B, T, H · d) in the dtype of attended.
-
-    Raises:
-        ValueError: the shapes are inconsistent.
     """
     batch, heads, length, features = attended.shape
     check_shape("gate", gate, (batch, length, heads * features))
@@ -60,7 +58,7 @@ def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
 
             return gated_triton(attended, gate, recalled)
         case "cpu":
-            return kernels_of("gates", "cpu").gated_cpu(attended, gate, recalled)
+            return GatedCPU.run(attended, gate, recalled)
         case "eager":
             return (gated_reference if torch.compiler.is_compiling() else Gated.apply)(attended, gate, recalled)
 
@@ -71,12 +69,10 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def silu_by_head_reference(x: Tensor, heads: int) -> Tensor:
-    """Reference of ``silu_by_head``."""
     return F.silu(by_head(x, heads)).contiguous()
 
 
 def gated_reference(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
-    """Reference of ``gated``."""
     out = attended * F.silu(by_head(gate, attended.shape[1]))
     return (out if recalled is None else out + recalled).transpose(1, 2).flatten(2)
 
@@ -85,8 +81,6 @@ _silu, _silu_backward = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.gr
 
 
 class SiLUByHead(torch.autograd.Function):
-    """``silu_by_head`` with a hand-written gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: int) -> Tensor:
         ctx.save_for_backward(x)
@@ -98,14 +92,12 @@ class SiLUByHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        grad_x, heads = torch.empty_like(x, memory_format=torch.contiguous_format), grad.shape[1]
+        grad_x, heads = empty_contiguous(x), grad.shape[1]
         _silu_backward(grad, by_head(x, heads), grad_input=by_head(grad_x, heads))
         return grad_x, None
 
 
 class Gated(torch.autograd.Function):
-    """``gated`` with a hand-written gradient."""
-
     @staticmethod
     def forward(ctx: Any, attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
         ctx.save_for_backward(attended, gate)
@@ -126,9 +118,7 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         attended, gate = ctx.saved_tensors
         batch, heads, length, _ = attended.shape
-        into_attended, into_gate = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (attended, gate)
-        )
+        into_attended, into_gate = map(empty_contiguous, (attended, gate))
         into_recalled = torch.empty_like(into_attended) if ctx.needs_input_grad[2] else None
         grads, gates, into_gates = (by_head(x, heads) for x in (grad, gate, into_gate))
         for rows, steps in slices(batch, length, gate.shape[-1]):
@@ -139,3 +129,40 @@ class Gated(torch.autograd.Function):
             if into_recalled is not None:  # copied to the layout (B, H, T, d) that the memory's products need
                 into_recalled[piece] = given
         return into_attended, into_gate, into_recalled
+
+
+class SiLUByHeadCPU(CFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: int) -> Tensor:
+        save(ctx, x)
+        batch, length, features = x.shape
+        y = x.new_empty(batch, heads, length, features // heads)
+        call("gates_silu_forward", x, y, *y.shape)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = saved(ctx)
+        grad_x = torch.empty_like(x)
+        call("gates_silu_backward", grad.contiguous(), x, grad_x, *grad.shape)
+        return grad_x, None
+
+
+class GatedCPU(CFunction):
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
+        save(ctx, attended, gate)
+        out = torch.empty_like(gate)
+        call("gates_gated_forward", attended, gate, recalled, out, *attended.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        attended, gate = saved(ctx)
+        into_attended, into_gate = torch.empty_like(attended), torch.empty_like(gate)
+        into_recalled = torch.empty_like(attended) if ctx.needs_input_grad[2] else None
+        into = into_attended, into_gate, into_recalled
+        call("gates_gated_backward", grad.contiguous(), attended, gate, *into, *attended.shape)
+        return into

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import linear, packed_weights_run_on
-from gecko.ops.backends.dispatch import choose_backend, kernels_of, on_gpu, products_are_rounded
+from gecko.ops.backends.cpu import call, linear, packed_weights_run_on, refuse_second_derivatives, save, saved
+from gecko.ops.backends.dispatch import choose_backend, on_gpu, products_are_rounded
 from gecko.ops.common import check_shape, compute_dtype, linear_dtype
 
 IGNORED = -100
@@ -68,13 +68,9 @@ class _MeanCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else (grad_hidden * grad.to(grad_hidden.dtype)).to(ctx.dtypes[0]),
-            None if grad_weight is None else (grad_weight * grad).to(ctx.dtypes[1]),
-            None,
-            None,
-            None,
-        )
+        by_hidden = None if grad_hidden is None else (grad_hidden * grad.to(grad_hidden.dtype)).to(ctx.dtypes[0])
+        by_weight = None if grad_weight is None else (grad_weight * grad).to(ctx.dtypes[1])
+        return by_hidden, by_weight, None, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
@@ -95,8 +91,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, z_l
     dtype = _product_dtype(hidden)
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if differentiated and not z_loss and packed_weights_run_on(hidden, (weight,), fills_outputs=True):
-        loss: Tensor = kernels_of("loss", "cpu").mean_cross_entropy_cpu(hidden, weight, targets, IGNORED)
-        return loss
+        _check_ids(targets, len(weight))
+        given = hidden.contiguous(), weight.contiguous(), targets.contiguous()
+        return MeanCrossEntropyCPU.apply(products_are_rounded(), *given)
     with torch.autocast(hidden.device.type, enabled=False):
         if differentiated or z_loss:
             return _MeanCrossEntropy.apply(hidden, weight, targets, dtype, z_loss)
@@ -171,12 +168,50 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, dtype: 
             losses, grad = losses_and_gradient(logits, targets, count, IGNORED, dtype)
             return losses.sum(), grad
         case "cpu":
-            losses, grad = kernels_of("loss", "cpu").losses_and_gradient_cpu(logits, targets, float(count), IGNORED)
+            losses, grad = losses_and_gradient_cpu(logits, targets, float(count))
             return losses.sum(), grad.to(dtype)
-        case "eager":
-            log_probabilities = logits.log_softmax(-1)
-            total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
-            return total, _logit_gradient(log_probabilities, targets, count).to(dtype)
+    log_probabilities = logits.log_softmax(-1)
+    total = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+    grad = log_probabilities.exp_()  # softmax, then less the one-hot target
+    grad.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -torch.ones_like(grad[:, :1]))
+    return total, grad.mul_(((targets != IGNORED).to(grad.dtype) / count).unsqueeze(1)).to(dtype)
+
+
+def losses_and_gradient_cpu(logits: Tensor, targets: Tensor, count: float) -> tuple[Tensor, Tensor]:
+    """Return −log softmax(logits)[target] per row, (N,), and the gradient of their sum divided by ``count``.
+
+    The gradient overwrites ``logits`` (N, V), float32. Both are zero in rows whose target is ``IGNORED``.
+    """
+    _check_ids(targets, logits.shape[1])
+    losses = logits.new_empty(len(logits))
+    call("loss_and_gradient", logits, targets.contiguous(), losses, count, IGNORED, *logits.shape)
+    return losses, logits
+
+
+def _check_ids(targets: Tensor, vocabulary: int) -> None:
+    wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != IGNORED)
+    if bool(wrong.any()):
+        raise IndexError(f"targets must be ids in 0..{vocabulary - 1}, or {IGNORED}; got {int(targets[wrong][0])}.")
+
+
+class MeanCrossEntropyCPU(torch.autograd.Function):
+    """``_MeanCrossEntropy`` in float32 for few weights. The logits stay in a core's cache."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: bool, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        count = (targets != IGNORED).sum().clamp(min=1)
+        losses = hidden.new_empty(len(hidden))
+        grads = [torch.empty_like(x) if ctx.needs_input_grad[1 + i] else None for i, x in enumerate((hidden, weight))]
+        sizes = *hidden.shape, len(weight)
+        call("loss_of_head", hidden, weight, targets, losses, *grads, float(count), IGNORED, int(rounded), *sizes)
+        save(ctx, *grads)
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        of_hidden, of_weight = (None if of is None else of * grad for of in saved(ctx))
+        return None, of_hidden, of_weight, None
 
 
 def _with_z_loss(
@@ -194,11 +229,3 @@ def _with_z_loss(
     slope = (2 * z_loss * log_sums).unsqueeze(1)
     grad.mul_(1 + slope).scatter_add_(1, targets.clamp(min=0).unsqueeze(1), slope / count)
     return losses + z_loss * log_sums.square().sum(), grad.to(dtype)
-
-
-def _logit_gradient(log_probabilities: Tensor, targets: Tensor, count: Tensor) -> Tensor:
-    """Return (softmax − one-hot) / count, zero for ignored targets. Overwrites its input."""
-    grad = log_probabilities.exp_()
-    trained = targets != IGNORED
-    grad.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -torch.ones_like(grad[:, :1]))
-    return grad.mul_((trained.to(grad.dtype) / count).unsqueeze(1))

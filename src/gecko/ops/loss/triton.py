@@ -18,16 +18,12 @@ from gecko.ops.backends.dispatch import Launch, custom_op, tile
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
+@custom_op("cross_entropy")
 def losses_and_gradient(
     logits: Tensor, targets: Tensor, count: Tensor, ignored: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return −log softmax(logits)[target] per token, (N,), and the gradient of their sum divided by ``count``, (N, V)
     as ``dtype``. ``count`` is a scalar tensor. Both results are zero for ``ignored`` targets."""
-    losses, grad = _cross_entropy(logits, targets, count, ignored, dtype)
-    return losses, grad
-
-
-def _forward(logits: Tensor, targets: Tensor, count: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     tokens, vocabulary = logits.shape
     losses, grad = logits.new_empty(tokens), torch.empty_like(logits, dtype=dtype)
     block = min(8192, tile(vocabulary, 1))
@@ -36,9 +32,6 @@ def _forward(logits: Tensor, targets: Tensor, count: Tensor, ignored: int, dtype
         "p_grad": grad, "ignored": ignored, "vocabulary": vocabulary, "block": block,
     }, max(4, block // 256), registers=64).run()  # fmt: skip
     return losses, grad
-
-
-_cross_entropy = custom_op("cross_entropy")(_forward)
 
 
 @triton.jit

@@ -1,4 +1,8 @@
-"""Norms over the features of one step. Weights are offsets from 1, so a weight of 0 is the identity."""
+"""Norms over the features of one step. Weights are offsets from 1, so a weight of 0 is the identity.
+
+In C, forward reads x once, and backward reads x and the gradient of y once. Layer norm with a single group runs in
+PyTorch there, whose kernel is as fast.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.dispatch import Backend, choose_backend, kernels_of
+from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.dispatch import Backend, choose_backend
 from gecko.ops.common import check_affine, check_shape, compute_dtype
 
 
@@ -32,7 +37,7 @@ def group_rms_norm(
 
             return group_norm(x, weight, None, groups, eps, False, dtype)
         case "cpu":
-            return kernels_of("norms", "cpu").group_norm_cpu(x, weight, None, groups, eps, False)
+            return GroupNormCPU.run(x, weight, None, groups, float(eps), 0)
     wide = x.to(compute_dtype(x)).unflatten(-1, (groups, -1))
     y = (_RMSNormalise.apply(wide, eps) if torch.is_grad_enabled() else rms_normalise(wide, eps)[0]).flatten(-2)
     return (y if weight is None else y * (1 + weight.to(wide.dtype))).to(dtype)
@@ -52,8 +57,6 @@ def rms_normalise_grad(grad: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
 
 
 class _RMSNormalise(torch.autograd.Function):
-    """Compute x / √(mean(x²) + ε) over the last dimension. Save the output and one factor per slice."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
         y, rstd = rms_normalise(x, eps)
@@ -86,7 +89,7 @@ def group_layer_norm(
 
             return group_norm(x, weight, bias, groups, eps, True, dtype)
         case "cpu":
-            return kernels_of("norms", "cpu").group_norm_cpu(x, weight, bias, groups, eps, True)
+            return GroupNormCPU.run(x, weight, bias, groups, float(eps), 1)
     wide = x.to(compute_dtype(x))
     scale = None if weight is None else 1 + weight.to(wide.dtype)
     bias = None if bias is None else bias.to(wide.dtype)
@@ -128,6 +131,39 @@ def norm_of_sum(
     if centered:
         return group_layer_norm(x, weight, bias, groups, eps, dtype), x
     return group_rms_norm(x, weight, groups, eps, dtype), x
+
+
+_STEPS, _PARTS = 16, 64
+"""Minimum steps per part, and maximum number of parts. Each part sums the gradients of weight and bias separately. The
+numbers are constant so that the sums do not depend on the number of threads."""
+
+
+class GroupNormCPU(CFunction):
+    """Save x, and the rstd and (if centered) mean of every slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        weight, bias, groups, eps, ctx.centered = given
+        y, features = torch.empty_like(x), x.shape[-1]
+        steps = x.numel() // features
+        kept = x.new_empty(1 + ctx.centered, steps, groups)
+        call("norms_forward", x, weight, bias, y, kept, eps, ctx.centered, steps, groups, features // groups)
+        save(ctx, x, weight, bias, kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, kept = saved(ctx)
+        features, (steps, groups) = x.shape[-1], kept.shape[1:]
+        parts = min(_PARTS, -(-steps // _STEPS))
+        grad_x, affine = torch.empty_like(x), x.new_empty(2, parts, features)
+        call(
+            "norms_backward", x, weight, kept, grad.contiguous(), grad_x, *affine, ctx.centered, parts, steps, groups,
+            features // groups,
+        )  # fmt: skip
+        by_weight, by_bias = affine.sum(1).unbind()
+        return grad_x, None if weight is None else by_weight, None if bias is None else by_bias, None, None, None
 
 
 def _backend(

@@ -4,14 +4,9 @@ A program processes a few whole steps. Backward computes the statistics again in
 loops over many steps and writes one row of the gradients of weight and bias.
 
 Memory traffic per number of x in bfloat16: 2 bytes read and 2 written forward, 4 and 2 backward, which is the minimum.
-For float32 x and bfloat16 y, as under autocast: 4 and 2, then 6 and 4. ``F.rms_norm`` has the same traffic if input and
-output have one dtype. Under autocast its output is float32, and each linear layer that reads it converts it separately:
-8 + 6 · readers bytes (26 after CEMA with three readers, 20 before the feed-forward), against 6 here.
-
-The residual stream is the sum of x and of outputs of linear layers, branches, which the same kernels add: that is
-4 + 2 · branches bytes read and 6 written forward. Backward also adds the gradients of the sum and of its norm, and
-writes the result for x and for the branches: 10 and 6. Separate additions and conversions take 10 more per branch and
-12 more.
+For float32 x and bfloat16 y, as under autocast: 4 and 2, then 6 and 4. ``F.rms_norm`` would return float32 there, which
+each reader converts separately. The residual stream is the sum of x and of outputs of linear layers, branches, which
+the same kernels add: 4 + 2 · branches bytes read and 6 written forward, 10 and 6 backward.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile, warps_of
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -38,7 +33,6 @@ def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, centered: bool, dtype: torch.dtype
 ) -> Tensor:
     """Compute the RMS norm, or layer norm if ``centered``, over each group of features of x (…, D), as ``dtype``."""
-    y: Tensor
     (y,) = _group_norm(x, None, None, weight, bias, groups, eps, centered, dtype, None)
     return y
 
@@ -54,58 +48,16 @@ def group_norm_of_sum(
     return y, total
 
 
+def _warps(sizes: dict[str, int]) -> int:
+    """Return the number of warps for a tile: one per 512 numbers, between 4 and 16."""
+    return min(16, max(4, sizes["steps"] * sizes["together"] * sizes["width"] // 512))
+
+
 def _sizes(features: int, groups: int) -> dict[str, int]:
     size = features // groups
     width, together = tile(size, 1), tile(groups, 1)
     steps = max(1, 4096 // (width * together))
     return {"features": features, "groups": groups, "size": size, "width": width, "together": together, "steps": steps}
-
-
-def _forward(
-    x: Tensor, first: Tensor | None, second: Tensor | None, weight: Tensor | None, bias: Tensor | None, groups: int,
-    eps: float, centered: bool, dtype: torch.dtype, sum_dtype: torch.dtype | None,
-) -> list[Tensor]:  # fmt: skip
-    """Return the norm of x; with ``sum_dtype`` that of the sum of x and branches, and the sum."""
-    rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
-    outputs = _like(x, dtype, sum_dtype)
-    Launch(_normalise, (blocks(rows, sizes["steps"]),), {
-        **_contiguous(p_x=x, p_first=first, p_second=second, p_weight=weight, p_bias=bias), "p_y": outputs[0],
-        "p_sum": None if sum_dtype is None else outputs[1], "rows": rows, "eps": eps, "centered": centered, **sizes,
-    }, warps_of(sizes)).run()  # fmt: skip
-    return outputs
-
-
-def _like(x: Tensor, *dtypes: torch.dtype | None) -> list[Tensor]:
-    return [torch.empty_like(x, dtype=t, memory_format=torch.contiguous_format) for t in dtypes if t is not None]
-
-
-def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
-    return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
-
-
-def _backward(
-    grad_y: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, groups: int, eps: float,
-    centered: bool, narrow: torch.dtype | None,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of weight and, if ``centered``, bias (1 or 2, D), and that of x, which ``grad_sum`` is added
-    to; with ``narrow`` once more in this dtype."""
-    rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
-    sizes["steps"] = max(1, sizes["steps"] // 2)  # a thread also keeps its sums for scale and shift in registers
-    alone = sizes["steps"] == 1 and not centered  # sums of one row fit in fewer warps, which wait less
-    programs = min(PROGRAMS, blocks(rows, sizes["steps"]))
-    grads = _like(x, x.dtype, narrow)
-    parts = x.new_empty(1 + centered, programs, x.shape[-1], dtype=torch.float32)
-    Launch(_gradients, (programs,), {
-        **_contiguous(p_x=x, p_weight=weight, p_grad_y=grad_y, p_grad_sum=grad_sum), "p_grad_x": grads[0],
-        "p_grad_narrow": None if narrow is None else grads[1], "p_scale_parts": parts[0],
-        "p_shift_parts": parts[1] if centered else None, "rows": rows, "programs": programs, "eps": eps,
-        "centered": centered, **sizes,
-    }, warps_of(sizes) if alone else min(16, 2 * warps_of(sizes)), registers=128).run()  # fmt: skip
-    return [parts.sum(1), *grads]
-
-
-_group_norm = custom_op("group_norm")(_forward)
-_group_norm_backward = custom_op("group_norm_backward")(_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -125,14 +77,56 @@ def _propagate(ctx: Any, grads: list[Any]) -> tuple[Any, ...]:
     if grad_y is None:  # only the sum was used
         affine, grads_x = (None, None), grad_sum
     else:
-        found, *grads_x = _group_norm_backward(grad_y, *(grad_sum or [None]), x, weight, *ctx.fixed, narrow)
+        found, *grads_x = _backward(grad_y, *(grad_sum or [None]), x, weight, *ctx.fixed, narrow)
         affine = (*found, None)[:2]
     of_terms = (None if t is None else grads_x[-1 if t == narrow else 0].to(t) for t in wanted[:3])
     of_affine = (None if t is None or of is None else of.to(t) for t, of in zip(wanted[3:], affine, strict=True))
     return *of_terms, *of_affine, *[None] * 5
 
 
-_group_norm.register_autograd(_propagate, setup_context=_keep)
+@custom_op("group_norm", _propagate, _keep)
+def _group_norm(
+    x: Tensor, first: Tensor | None, second: Tensor | None, weight: Tensor | None, bias: Tensor | None, groups: int,
+    eps: float, centered: bool, dtype: torch.dtype, sum_dtype: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the norm of x; with ``sum_dtype`` that of the sum of x and branches, and the sum."""
+    rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
+    outputs = _like(x, dtype, sum_dtype)
+    Launch(_normalise, (blocks(rows, sizes["steps"]),), {
+        **_contiguous(p_x=x, p_first=first, p_second=second, p_weight=weight, p_bias=bias), "p_y": outputs[0],
+        "p_sum": None if sum_dtype is None else outputs[1], "rows": rows, "eps": eps, "centered": centered, **sizes,
+    }, _warps(sizes)).run()  # fmt: skip
+    return outputs
+
+
+def _like(x: Tensor, *dtypes: torch.dtype | None) -> list[Tensor]:
+    return [torch.empty_like(x, dtype=t, memory_format=torch.contiguous_format) for t in dtypes if t is not None]
+
+
+def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+    return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
+
+
+@custom_op("group_norm_backward")
+def _backward(
+    grad_y: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, groups: int, eps: float,
+    centered: bool, narrow: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of weight and, if ``centered``, bias (1 or 2, D), and that of x, which ``grad_sum`` is added
+    to; with ``narrow`` once more in this dtype."""
+    rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
+    sizes["steps"] = max(1, sizes["steps"] // 2)  # a thread also keeps its sums for scale and shift in registers
+    alone = sizes["steps"] == 1 and not centered  # sums of one row fit in fewer warps, which wait less
+    programs = min(PROGRAMS, blocks(rows, sizes["steps"]))
+    grads = _like(x, x.dtype, narrow)
+    parts = x.new_empty(1 + centered, programs, x.shape[-1], dtype=torch.float32)
+    Launch(_gradients, (programs,), {
+        **_contiguous(p_x=x, p_weight=weight, p_grad_y=grad_y, p_grad_sum=grad_sum), "p_grad_x": grads[0],
+        "p_grad_narrow": None if narrow is None else grads[1], "p_scale_parts": parts[0],
+        "p_shift_parts": parts[1] if centered else None, "rows": rows, "programs": programs, "eps": eps,
+        "centered": centered, **sizes,
+    }, _warps(sizes) if alone else min(16, 2 * _warps(sizes)), registers=128).run()  # fmt: skip
+    return [parts.sum(1), *grads]
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.dispatch import choose_backend, kernels_of
+from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import check_shape, compute_dtype, slices
 from gecko.ops.norms import group_rms_norm, rms_normalise, rms_normalise_grad
 
@@ -53,7 +54,7 @@ def qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: fl
 
             return qk_scale_shift_triton(z, scale, offset, heads, eps)
         case "cpu":
-            return kernels_of("qk_scale_shift", "cpu").qk_scale_shift_cpu(z, scale, offset, heads, eps)
+            return QKScaleShiftCPU.run(z, scale, offset, heads, float(eps))
     dtype = compute_dtype(z)
     given = z.to(dtype), scale.to(dtype), offset.to(dtype), heads, eps
     rows = qk_scale_shift_reference(*given) if torch.compiler.is_compiling() else QKScaleShift.apply(*given).unbind(0)
@@ -97,3 +98,36 @@ def _factor(scale: Tensor, heads: int) -> Tensor:
 def _by_row(x: Tensor, heads: int) -> Tensor:
     """View (rows, H · d) as (rows, 1, H, 1, d)."""
     return x.view(len(x), 1, heads, 1, -1)
+
+
+_TILE = 64
+"""Same as in cpu.c."""
+_GROUPS = 64
+"""Maximum groups of tiles. Each group sums the gradients of scale and offset separately. The number is constant so that
+the sums do not depend on the number of threads."""
+
+
+class QKScaleShiftCPU(CFunction):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
+        save(ctx, z, scale)
+        ctx.heads, ctx.eps = heads, eps
+        ctx.set_materialize_grads(False)
+        batch, length, features = z.shape
+        rows = tuple(z.new_empty(batch, heads, length, features // heads) for _ in range(len(scale)))
+        call("qk_scale_shift_forward", z, scale, offset, rows, eps, len(rows), batch, length, heads, features // heads)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        z, scale = saved(ctx)
+        given = tuple(None if grad is None else grad.contiguous() for grad in grads)
+        batch, length, features = z.shape
+        groups = min(_GROUPS, -(-batch * length // _TILE))
+        grad_z, sums = torch.empty_like(z), z.new_zeros(2, groups, *scale.shape)
+        call(
+            "qk_scale_shift_backward", z, scale, given, grad_z, *sums,
+            ctx.eps, groups, len(scale), batch, length, ctx.heads, features // ctx.heads,
+        )  # fmt: skip
+        return grad_z, *sums.sum(1), None, None

@@ -3,10 +3,9 @@
 A program processes some steps of one head. Backward computes the norm again. A backward program loops over many steps
 and writes one row of the gradients of scale and offset.
 
-Memory traffic for B = 1, T = 32,768, H · d = 1,024 and four rows in bfloat16 (z is 67 MB): forward reads z and writes
-four times its size, 0.34 GB; backward reads five times and writes once its size, 0.40 GB. Both are the minimum. Rotary
-embedding would add no traffic here. Attention applies it instead, because it rotates keys again for the next chunk and
-its state holds rotated keys.
+Forward reads z and writes its rows, and backward reads the rows' gradients and z and writes one: both are the minimum
+of memory traffic. Rotary embedding would add none here. Attention applies it instead, because it rotates keys again for
+the next chunk and its state holds rotated keys.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+from gecko.ops.common import empty_contiguous
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -34,8 +34,7 @@ REGISTERS = 128
 
 def qk_scale_shift_triton(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
     """Compute ``qk_scale_shift`` for the dtypes of the kernels and 2 or 4 rows."""
-    rows: Sequence[Tensor] = _qk_scale_shift(z, scale, offset, heads, eps)
-    return tuple(rows)
+    return tuple(_qk_scale_shift(z, scale, offset, heads, eps))
 
 
 def _sizes(z: Tensor, rows: int, heads: int) -> dict[str, Any]:
@@ -57,23 +56,13 @@ def _pointers(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
     return {f"{name}_{row}": tensors[row] if row < len(tensors) else None for row in range(4)}
 
 
-def _forward(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
-    (batch, length, features), rows = z.shape, scale.shape[0]
-    sizes = _sizes(z, rows, heads)
-    out = [z.new_empty(batch, heads, length, features // heads) for _ in range(rows)]
-    Launch(_fan, (batch * blocks(length, sizes["steps"]) * heads,), {
-        "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(),
-        **_pointers("p_out", out), "batch": batch, "length": length, "eps": eps, **sizes,
-    }, WARPS).run()  # fmt: skip
-    return out
-
-
+@custom_op("qk_scale_shift_backward")
 def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of z, and of scale and offset, (2, rows, D) float32."""
     (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(z, rows, heads)
     programs = min(blocks(PROGRAMS, batch), blocks(length, sizes["steps"]))
-    grad_z = torch.empty_like(z, memory_format=torch.contiguous_format)
+    grad_z = empty_contiguous(z)
     parts = z.new_empty(2, batch * programs, rows, features, dtype=torch.float32)
     Launch(_gradients, (batch * programs * heads,), {
         **_pointers("p_grad", [grad.contiguous() for grad in grads]), "p_z": z.contiguous(),
@@ -81,10 +70,6 @@ def _backward(grads: list[Tensor], z: Tensor, scale: Tensor, heads: int, eps: fl
         "batch": batch, "length": length, "programs": programs, "eps": eps, **sizes,
     }, WARPS, registers=REGISTERS).run()  # fmt: skip
     return grad_z, parts.sum(1)
-
-
-_qk_scale_shift = custom_op("qk_scale_shift")(_forward)
-_qk_scale_shift_backward = custom_op("qk_scale_shift_backward")(_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -95,11 +80,20 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _propagate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     z, scale = ctx.saved_tensors
-    grad_z, (grad_scale, grad_offset) = _qk_scale_shift_backward(grads, z, scale, *ctx.fixed)
+    grad_z, (grad_scale, grad_offset) = _backward(grads, z, scale, *ctx.fixed)
     return grad_z, grad_scale.to(scale.dtype), grad_offset.to(ctx.offset_dtype), None, None
 
 
-_qk_scale_shift.register_autograd(_propagate, setup_context=_keep)
+@custom_op("qk_scale_shift", _propagate, _keep)
+def _qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
+    (batch, length, features), rows = z.shape, scale.shape[0]
+    sizes = _sizes(z, rows, heads)
+    out = [z.new_empty(batch, heads, length, features // heads) for _ in range(rows)]
+    Launch(_fan, (batch * blocks(length, sizes["steps"]) * heads,), {
+        "p_z": z.contiguous(), "p_scale": scale.contiguous(), "p_offset": offset.contiguous(),
+        **_pointers("p_out", out), "batch": batch, "length": length, "eps": eps, **sizes,
+    }, WARPS).run()  # fmt: skip
+    return out
 
 
 # Kernels. Axis 0 is steps, axis 1 the features of a head.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.dispatch import choose_backend, kernels_of
-from gecko.ops.common import check_affine, check_segments, check_shape, compute_dtype, full_precision, run_by_length
+from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.common import check_affine, check_shape, compute_dtype, full_precision, layout_of_call, run_by_length
 from gecko.ops.timestep_norm.chunked import (
     TimestepNormState,
     cumulative_statistics,
@@ -16,23 +20,16 @@ from gecko.ops.timestep_norm.chunked import (
     standardise,
     timestep_norm_step,
 )
+from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
-__all__ = ["TimestepNormState", "timestep_norm", "timestep_norm_reference"]
+__all__ = ["TimestepNormState", "timestep_norm", "timestep_norm_reference", "timestep_norm_state_before"]
 
 
 def timestep_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    betas: tuple[float, float] | None,
-    eps: float,
-    state: TimestepNormState | None = None,
-    *,
-    segments: Segments | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, TimestepNormState]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
+    state: TimestepNormState | None = None, *, segments: Segments | None = None, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute y_t = (x_t − m̂_t) / √(v̂_t + ε) · (1 + weight) + bias (paper Eq. 6–7). Statistics include step t.
 
     Decaying (``betas`` given): m ← β₁ m + (1 − β₁) μ_t and v ← β₂ v + (1 − β₂) σ²_t over the steps of the document,
@@ -54,28 +51,22 @@ def timestep_norm(
         raise ValueError(f"groups must divide the features of x; got {groups} and {features}.")
     check_affine(weight, bias, features)
     wanted, dtype = dtype or x.dtype, compute_dtype(x)
-    segments = segments or Segments.build(batch, length, device=x.device)
-    check_segments(segments, batch, length)
+    segments = layout_of_call(segments, batch, length, x.device)
     if state is None:
         given = batch, groups, dtype, x.device
         state = segments.initial(("timestep norm", *given), lambda: TimestepNormState.empty(*given))
     check_shape("state.mean", state.mean, (batch, groups))
-    inputs = x, weight, bias, groups, betas, eps, state, segments
     backend = choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1)
     if segments.ends is not None and backend != "cpu":
-        return run_by_length(
-            lambda inputs, state, segments: timestep_norm(
-                inputs[0], weight, bias, groups, betas, eps, state, segments=segments, dtype=wanted
-            ),
-            (x,), state, segments,
-        )  # fmt: skip
+        form = partial(timestep_norm, weight=weight, bias=bias, groups=groups, betas=betas, eps=eps, dtype=wanted)
+        return run_by_length(form, (x,), state, segments)
     match backend:
         case "triton":
             from gecko.ops.timestep_norm.triton import timestep_norm_triton
 
-            return timestep_norm_triton(*inputs, wanted)
+            return timestep_norm_triton(x, weight, bias, groups, betas, eps, state, segments, wanted)
         case "cpu":
-            y, state = kernels_of("timestep_norm", "cpu").timestep_norm_cpu(*inputs)
+            y, state = _timestep_norm_cpu(x, weight, bias, betas, eps, state, segments)
             return y.to(wanted), state
     wide = x.to(dtype)
     with full_precision(x):
@@ -89,17 +80,100 @@ def timestep_norm(
         return standardise(wide, mean, variance, weight, bias, eps).to(wanted), state
 
 
-def timestep_norm_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    betas: tuple[float, float] | None,
-    eps: float,
-    state: TimestepNormState,
-    *,
+def _timestep_norm_cpu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, betas: tuple[float, float] | None, eps: float,
+    state: TimestepNormState, segments: Segments,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
+    # A float64 tensor: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
+    decays = None if betas is None else torch.tensor(betas, dtype=torch.float64, device="cpu")
+    check_shape("state.variance", state.variance, state.mean.shape)
+    check_shape("state.count", state.count, (len(x),))
+    given = state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, segments.ends, decays
+    y, *after = TimestepNormCPU.run(x, weight, bias, *given, float(eps))
+    return y, type(state)(*after)
+
+
+_STEPS, _PARTS = 16, 64
+"""Minimum steps per part, and maximum number of parts. Each part sums the gradients of weight and bias separately. The
+numbers are constant so that the sums do not depend on the number of threads."""
+
+
+class TimestepNormCPU(CFunction):
+    """Save x, the mean and rstd of every step and group, and the bias correction factors of every step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        weight, bias, mean, variance, count, starts, ends, betas, eps = given
+        (batch, length, features), groups = x.shape, mean.shape[1]
+        y, final_mean, final_variance = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
+        final_count, factors = count.clone(), x.new_empty(batch, length, 2)
+        kept = x.new_empty(2, batch, length, groups)
+        call(
+            "timestep_norm_forward", x, weight, bias, mean, variance, starts, ends, betas, factors, final_count, y,
+            kept, final_mean, final_variance, eps, batch, length, groups, features // groups,
+        )  # fmt: skip
+        ctx.mark_non_differentiable(final_count)
+        save(ctx, x, weight, mean, starts, betas, factors, kept)
+        return y, final_count, final_mean, final_variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, starts, betas, factors, kept = saved(ctx)
+        (batch, length, features), groups = x.shape, mean.shape[1]
+        parts = min(_PARTS, -(-batch * length // _STEPS))
+        grad_x, grad_mean, grad_variance = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
+        room, affine = x.new_empty(3, batch, length, groups), x.new_empty(2, parts, features)
+        call(
+            "timestep_norm_backward", x, weight, mean, starts, betas, factors, kept, room, grad.contiguous(),
+            *(g.contiguous() for g in grads), grad_x, *affine, grad_mean, grad_variance, parts, batch, length, groups,
+            features // groups,
+        )  # fmt: skip
+        grad_weight, grad_bias = (None, None) if weight is None else affine.sum(1).unbind()
+        return grad_x, grad_weight, grad_bias, grad_mean, grad_variance, None, None, None, None, None
+
+
+def timestep_norm_state_before(
+    x: Tensor, groups: int, betas: tuple[float, float] | None, eps: float, state: TimestepNormState | None,
     segments: Segments,
-) -> tuple[Tensor, TimestepNormState]:
+) -> TimestepNormState | None:  # fmt: skip
+    """Return the state before the tokens x (B, T, D). A rank sends the statistics of x to later ranks.
+
+    They are those of the document at the last token. ``state`` is that before the call; on ranks after the first it is
+    None.
+    """
+    exchange = segments.exchange
+    if exchange is None:
+        return state
+    state = state or TimestepNormState.empty(len(x), groups, compute_dtype(x), x.device)
+    _, end = timestep_norm(x, None, None, groups, betas, eps, state, segments=segments)
+    (ends,) = exchange.send(to_later=[torch.stack([end.mean, end.variance])]).wait()
+    merged = _pooled(ends, exchange.counts) if betas is None else _decayed(ends, betas, exchange.counts, x.shape[1])
+    mean, variance = merged.unbind(0)
+    return TimestepNormState(state.count + exchange.counts.sum(0), state.mean + mean, state.variance + variance)
+
+
+def _decayed(ends: Tensor, betas: tuple[float, float], counts: Tensor, length: int) -> Tensor:
+    """Return the decayed sums (2, B, G) before this rank from ``ends`` (R − 1, 2, B, G), those of earlier ranks."""
+    beta = to_device(torch.tensor(betas, dtype=torch.float64, device="cpu"), ends.device)
+    between = length * torch.arange(len(ends), device=ends.device)
+    decay = (beta ** between.unsqueeze(1)).to(ends.dtype)[:, :, None, None]
+    return (ends * decay * (counts > 0)[:, None, :, None]).sum(0)
+
+
+def _pooled(ends: Tensor, counts: Tensor) -> Tensor:
+    """Return mean and variance (2, B, G) of the ``counts`` (R − 1, B) steps whose statistics are ``ends``."""
+    held = counts.to(ends.dtype)
+    share = (held / held.sum(0).clamp(min=1)).unsqueeze(-1)
+    means, variances = ends.unbind(1)
+    mean = (share * means).sum(0)
+    return torch.stack([mean, (share * (variances + (means - mean).square())).sum(0)])
+
+
+def timestep_norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
+    state: TimestepNormState, *, segments: Segments,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` step by step, directly from the equations, for x in float32 or wider."""
     count, mean, variance, outputs = state.count, state.mean, state.variance, []
     for t, x_t in enumerate(x.unflatten(-1, (groups, -1)).unbind(1)):

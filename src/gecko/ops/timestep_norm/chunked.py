@@ -43,7 +43,7 @@ def decayed_statistics(
     x: Tensor, groups: int, betas: tuple[float, float], state: TimestepNormState, segments: Segments
 ) -> tuple[Tensor, Tensor, TimestepNormState]:
     """Return the bias-corrected mean and variance (B, T, G) at every step, and the state after the last step."""
-    mu, sigma2 = _group_moments(x, groups)
+    mu, sigma2 = _GroupMoments.apply(x, groups)
     beta = to_device(torch.tensor(betas, dtype=torch.float64, device="cpu").repeat_interleave(groups), x.device)
     # In float64: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
     added = (1 - beta).to(x.dtype) * torch.cat([mu, sigma2], dim=-1)
@@ -65,7 +65,7 @@ def cumulative_statistics(
     x: Tensor, groups: int, state: TimestepNormState, segments: Segments
 ) -> tuple[Tensor, Tensor, TimestepNormState]:
     """Return mean and variance (B, T, G) over the features of a group in all steps so far, and the state at the end."""
-    mu, sigma2 = _group_moments(x, groups)
+    mu, sigma2 = _GroupMoments.apply(x, groups)
     origin = _origin(mu, state, segments)
     shifted = mu - origin
     before_count = state.count.to(x.dtype).unsqueeze(-1)
@@ -141,11 +141,6 @@ class _GroupMoments(torch.autograd.Function):
         slope = (2 / size * grad_variance).unsqueeze(-1)
         centered = grouped - mean.unsqueeze(-1)
         return centered.mul_(slope).add_((grad_mean / size).unsqueeze(-1)).flatten(-2), None
-
-
-def _group_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    moments: tuple[Tensor, Tensor] = _GroupMoments.apply(x, groups)
-    return moments
 
 
 def _counts(state: TimestepNormState, segments: Segments) -> Tensor:

@@ -14,9 +14,9 @@ there is too much of it. The backward pass goes through the tiles from the last 
 
 Only x and the statistics before tiles are saved.
 
-Memory traffic for B = 1, T = 32,768, D = 4,096, G = 64 in bfloat16 (one pass over x is 268 MB, words and statistics
-between programs 2 MB, partial sums of the weight gradient 8 MB): forward 2 passes, backward 3, the minimum of both.
-Instructions per number of x: ``benchmarks/results/gpu_budget.md``.
+Forward reads and writes x once, backward reads x and the gradient and writes one, the minimum of both; words,
+statistics and partial sums between programs are 4 % of it. Instructions per number of x:
+``benchmarks/results/gpu_budget.md``.
 
 Cumulative statistics are combined as (count, mean, mean variance), which avoids cancellation if the mean is large.
 """
@@ -28,14 +28,46 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+from gecko.ops.common import empty_contiguous
 from gecko.ops.timestep_norm.chunked import TimestepNormState
 from gecko.ops.timestep_norm.triton_backward import gradients
-from gecko.ops.timestep_norm.triton_forward import normalise_tiles
+from gecko.ops.timestep_norm.triton_tiles import (
+    at_step,
+    before_spans,
+    feature_mask,
+    follow,
+    held,
+    join_pooled,
+    load_affine,
+    load_begins,
+    load_goes_on,
+    load_tile,
+    moments_of_tile,
+    normal_factors,
+    places_of_spans,
+    program_place,
+    publish,
+    published,
+    running_statistics,
+    scan_of_spans,
+    steps_before,
+    take_number,
+    times,
+)
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code=assignment
+
+
+_NUMBERS_OF_WARP = 2048, 1024
+"""Numbers of x that a warp processes: for decaying and for cumulative statistics."""
 
 
 def timestep_norm_triton(
@@ -64,20 +96,16 @@ def _sizes(length: int, features: int, groups: int, cumulative: bool) -> dict[st
     width = tile(size, 1)
     together = min(tile(groups, 1), max(1, 64 // width))
     steps = 4 if length <= 4 else min(128, max(4, 8192 // (together * width)))
-    span = min(steps, _numbers_of_warp(cumulative) // 256)  # a warp moves 256 numbers of 16 bits at a time
+    span = min(steps, _NUMBERS_OF_WARP[cumulative] // 256)  # a warp moves 256 numbers of 16 bits at a time
     return {
         "features": features, "groups": groups, "size": size, "width": width, "together": together, "span": span,
         "spans": steps // span,
     }  # fmt: skip
 
 
-def _numbers_of_warp(cumulative: bool) -> int:
-    return 1024 if cumulative else 2048
-
-
 def _warps(sizes: dict[str, int], cumulative: bool) -> int:
     numbers = sizes["span"] * sizes["spans"] * sizes["together"] * sizes["width"]
-    return max(1, numbers // _numbers_of_warp(cumulative))
+    return max(1, numbers // _NUMBERS_OF_WARP[cumulative])
 
 
 def _tiles_in_block(together: int) -> int:
@@ -86,15 +114,14 @@ def _tiles_in_block(together: int) -> int:
     return max(2, min(32, 64 // together))
 
 
-def _tiling(length: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """Return the number of tiles of a row in time, and across its features."""
-    return blocks(length, sizes["span"] * sizes["spans"]), blocks(sizes["groups"], sizes["together"])
-
-
-def _words(count: Tensor, tiles: int, groups: int, in_block: int) -> Tensor | None:
-    """Return the zeros by which programs exchange numbers, or None if a row has one tile."""
-    words = 1 + len(count) * (tiles + blocks(tiles, in_block)) * groups * 2
-    return count.new_zeros(words) if tiles > 1 else None
+def _tiling(count: Tensor, length: int, sizes: dict[str, int]) -> tuple[int, tuple[int], dict[str, Any]]:
+    """Return the number of tiles of a row in time, the grid, and arguments that are the same forwards and backwards:
+    ``p_words`` are the zeros by which programs exchange numbers, or None if a row has one tile."""
+    tiles, across = blocks(length, sizes["span"] * sizes["spans"]), blocks(sizes["groups"], sizes["together"])
+    in_block = _tiles_in_block(sizes["together"])
+    words = 1 + len(count) * (tiles + blocks(tiles, in_block)) * sizes["groups"] * 2
+    given = {"p_words": count.new_zeros(words) if tiles > 1 else None, "length": length, "tiles": tiles, **sizes}
+    return tiles, (len(count) * tiles * across,), given | {"in_block": in_block}
 
 
 def decay_arguments(betas: list[float] | None) -> dict[str, Any]:
@@ -108,27 +135,7 @@ def decay_arguments(betas: list[float] | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor,
-    begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, length, features = x.shape
-    sizes, decay = _sizes(length, features, groups, betas is None), decay_arguments(betas)
-    tiles, across = _tiling(length, sizes)
-    in_block = _tiles_in_block(sizes["together"])
-    x, count, mean, variance = (x.contiguous() for x in (x, count, mean, variance))
-    carry = mean.new_empty(batch, tiles - 1, 2, groups)
-    y = torch.empty_like(x, dtype=dtype)
-    after = (torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance))
-    Launch(normalise_tiles, (batch * tiles * across,), {
-        "p_x": x, "p_begin": begins, "p_carry": carry, "p_words": _words(count, tiles, groups, in_block),
-        "length": length, "tiles": tiles, "p_count": count, "p_mean": mean, "p_variance": variance,
-        "p_weight": weight, "p_bias": bias, "p_y": y, "p_count_after": after[0], "p_mean_after": after[1],
-        "p_variance_after": after[2], "eps": eps, **sizes, **decay, "in_block": in_block,
-    }, _warps(sizes, betas is None)).run()  # fmt: skip
-    return y, *after, carry
-
-
+@custom_op("timestep_norm_backward")
 def _backward(
     grad_y: Tensor, grad_mean: Tensor | None, grad_variance: Tensor | None, x: Tensor, weight: Tensor | None,
     count: Tensor, mean: Tensor, variance: Tensor, begins: Tensor | None, carry: Tensor, groups: int,
@@ -137,26 +144,20 @@ def _backward(
     """Return the gradients of x, of weight and bias (2, D), and of the mean and variance of the state."""
     batch, length, features = x.shape
     sizes, decay = _sizes(length, features, groups, betas is None), decay_arguments(betas)
-    tiles, across = _tiling(length, sizes)
-    in_block = _tiles_in_block(sizes["together"])
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tiles, grid, given = _tiling(count, length, sizes)
+    grad_x = empty_contiguous(x)
     grad_before = mean.new_empty(mean.shape), variance.new_empty(variance.shape)
     parts = mean.new_empty(2, batch * tiles, features)
-    Launch(gradients, (batch * tiles * across,), {
+    Launch(gradients, grid, {
         "p_x": x.contiguous(), "p_grad_y": grad_y.contiguous(), "p_begin": begins, "p_count": count.contiguous(),
         "p_mean": mean.contiguous(), "p_variance": variance.contiguous(), "p_carry": carry,
-        "p_words": _words(count, tiles, groups, in_block), "p_weight": weight,
+        "p_weight": weight,
         "p_grad_mean_after": None if grad_mean is None else grad_mean.contiguous(),
         "p_grad_variance_after": None if grad_variance is None else grad_variance.contiguous(),
         "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1], "p_grad_mean": grad_before[0],
-        "p_grad_variance": grad_before[1], "length": length, "tiles": tiles, "eps": eps, **sizes, **decay,
-        "in_block": in_block,
+        "p_grad_variance": grad_before[1], "eps": eps, **given, **decay,
     }, _warps(sizes, betas is None)).run()  # fmt: skip
     return grad_x, parts.sum(1), *grad_before
-
-
-_timestep_norm = custom_op("timestep_norm")(_forward)
-_timestep_norm_backward = custom_op("timestep_norm_backward")(_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -170,7 +171,7 @@ def _propagate(
 ) -> tuple[Any, ...]:
     x, weight, bias, count, mean, variance, begins, carry = ctx.saved_tensors
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
-    grad_x, affine, grad_mean, grad_variance = _timestep_norm_backward(
+    grad_x, affine, grad_mean, grad_variance = _backward(
         grad_y, grad_mean, grad_variance, x, weight, count, mean, variance, begins, carry, *ctx.fixed
     )
     grad_weight = None if weight is None else affine[0].to(weight.dtype)
@@ -178,4 +179,166 @@ def _propagate(
     return grad_x, grad_weight, grad_bias, None, grad_mean, grad_variance, *[None] * 5
 
 
-_timestep_norm.register_autograd(_propagate, setup_context=_keep)
+@custom_op("timestep_norm", _propagate, _keep)
+def _timestep_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor,
+    begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, length, features = x.shape
+    sizes, decay = _sizes(length, features, groups, betas is None), decay_arguments(betas)
+    tiles, grid, given = _tiling(count, length, sizes)
+    x, count, mean, variance = (x.contiguous() for x in (x, count, mean, variance))
+    carry = mean.new_empty(batch, tiles - 1, 2, groups)
+    y = torch.empty_like(x, dtype=dtype)
+    after = (torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance))
+    Launch(normalise_tiles, grid, {
+        "p_x": x, "p_begin": begins, "p_carry": carry, "p_count": count, "p_mean": mean, "p_variance": variance,
+        "p_weight": weight, "p_bias": bias, "p_y": y, "p_count_after": after[0], "p_mean_after": after[1],
+        "p_variance_after": after[2], "eps": eps, **given, **decay,
+    }, _warps(sizes, betas is None)).run()  # fmt: skip
+    return y, *after, carry
+
+
+@triton.jit
+def _after_tiles(p_begin, i_row, first, end, b_m, b_v, b_m_block, b_v_block, count, length,
+                 log_mean, log_variance, steps: tl.constexpr, cumulative: tl.constexpr,
+                 in_block: tl.constexpr):  # fmt: skip
+    """Return the running mean and variance, (groups), at the last step before tile ``end``.
+    They join b_m and b_v (in_block, groups), each of one tile alone from tile ``first`` on, to those before ``first``,
+    b_m_block and b_v_block (groups). ``count``: steps of the row's first document before the call."""
+    i_tile = first + tl.arange(0, in_block)
+    i_begin = load_begins(p_begin, i_row, end * steps - 1, length)
+    # The document before tile ``end`` has steps in the tiles that end after it begins.
+    m_tile = (i_tile < end) & (i_begin < (i_tile + 1) * steps)
+    goes_on = i_begin < first * steps
+    if cumulative:
+        b_n = tl.where(m_tile, tl.minimum(steps, (i_tile + 1) * steps - i_begin), 0).to(tl.float32)[:, None]
+        n_block = (tl.where(i_begin < 0, count, -i_begin.to(tl.int64)) + first * steps).to(tl.float32)
+        n_block = tl.where(goes_on, n_block, 0.0)
+        total = tl.maximum(tl.sum(b_n) + n_block, 1.0)
+        b_mean = (tl.sum(b_n * b_m, 0) + n_block * b_m_block) / total
+        step, step_block = b_m - b_mean[None], b_m_block - b_mean
+        b_variance = tl.sum(b_n * (b_v + step * step), 0) + n_block * (b_v_block + step_block * step_block)
+        b_variance = b_variance / total
+    else:
+        later = ((end - 1 - i_tile) * steps).to(tl.float32)
+        a, b = tl.where(m_tile, tl.exp(later * log_mean), 0.0), tl.where(m_tile, tl.exp(later * log_variance), 0.0)
+        since = ((end - first) * steps).to(tl.float32)
+        a_block = tl.where(goes_on, tl.exp(since * log_mean), 0.0)
+        b_block = tl.where(goes_on, tl.exp(since * log_variance), 0.0)
+        b_mean = tl.sum(a[:, None] * b_m, 0) + a_block * b_m_block
+        b_variance = tl.sum(b[:, None] * b_v, 0) + b_block * b_v_block
+    return b_mean, b_variance
+
+
+@triton.jit
+def _after_tile(p_begin, i_row, first, b_m, b_v, b_m_before, b_v_before, count_before, length, log_mean, log_variance,
+                steps: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
+    """Return mean and variance after the tile from those of the tile alone and those before it, (groups)."""
+    end = first + steps
+    i_begin = load_begins(p_begin, i_row, end - 1, length)
+    goes_on = i_begin < first
+    if cumulative:
+        b_k, n = tl.where(goes_on, 1.0, 0.0) + b_m * 0, tl.where(goes_on, steps, end - i_begin).to(tl.float32)
+        _, _, b_m, b_v = join_pooled(b_k, b_k * 0 + count_before, b_m_before, b_v_before, b_k, n, b_m, b_v)
+    else:
+        b_m += tl.where(goes_on, tl.exp(steps * log_mean), 0.0) * b_m_before
+        b_v += tl.where(goes_on, tl.exp(steps * log_variance), 0.0) * b_v_before
+    return b_m, b_v
+
+
+@triton.jit
+def _before_tile(p_words, p_mean, p_variance, p_begin, i_row, i_tile, i_group, count, length, tiles,
+                 log_mean, log_variance, groups: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
+                 in_block: tl.constexpr):  # fmt: skip
+    """Return mean and variance before a tile, always summed in the same order: those after the block of tiles before,
+    and those of each tile alone since."""
+    m_group, first = i_group < groups, i_tile // in_block * in_block
+    state = i_row * groups + i_group
+    b_m = tl.load(p_mean + state, mask=m_group & (first == 0), other=0.0)
+    b_v = tl.load(p_variance + state, mask=m_group & (first == 0), other=0.0)
+    if p_words is not None:
+        b_m_tile, b_v_tile, b_m_block, b_v_block = published(
+            p_words, i_row, i_tile, first, i_group, m_group, tiles, groups, in_block
+        )
+        b_m, b_v = _after_tiles(
+            p_begin, i_row, first, i_tile, b_m_tile, b_v_tile, b_m + b_m_block, b_v + b_v_block, count, length,
+            log_mean, log_variance, steps, cumulative, in_block,
+        )  # fmt: skip
+    return b_m, b_v
+
+
+@triton.jit(do_not_specialize=["length", "tiles"])
+def normalise_tiles(p_x, p_begin, p_carry, p_words, length, tiles, p_count, p_mean, p_variance, p_weight, p_bias, p_y,
+               p_count_after, p_mean_after, p_variance_after, eps,
+               beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
+               features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+               together: tl.constexpr, span: tl.constexpr, spans: tl.constexpr, cumulative: tl.constexpr,
+               in_block: tl.constexpr):  # fmt: skip
+    """Compute y of each tile. The last tile of a row stores the state; each other one passes its statistics on.
+
+    p_words: (1 + B · (tiles + blocks) · G · 2,) int64 zeros, or None if a row has one tile. p_carry: statistics before
+    each tile except the first, (B, tiles − 1, 2, G)."""
+    steps: tl.constexpr = span * spans
+    i_row, i_tile, i_group = program_place(take_number(p_words), tiles, groups, together)
+    m_group, first = i_group < groups, i_tile * steps
+    begin, left = (i_row * length + first) * features, length - first
+    m_feature = feature_mask(i_group, groups, size, width)
+    i_x = places_of_spans(i_group, features, size, width, span, spans)
+    b_x = load_tile(p_x + begin, i_x, left, m_feature, features, span, spans)
+    b_centered, b_mu, b_sigma2 = moments_of_tile(b_x, size, span)
+    b_goes_on = load_goes_on(p_begin, i_row, first, length, b_mu[0], span)
+    b_a, b_b, b_m_end, b_v_end = scan_of_spans(
+        b_goes_on, b_mu, b_sigma2, beta_mean, beta_variance, added_mean, added_variance, span, cumulative
+    )
+    later = i_tile < tiles - 1
+    b_tile = at_step(tl.join(b_m_end, b_v_end), spans - 1)
+    if p_words is not None:
+        publish(p_words, i_row, i_tile, i_group, b_tile, m_group & later, tiles, groups, in_block)
+    count = tl.load(p_count + i_row)
+    b_m_before, b_v_before = _before_tile(
+        p_words, p_mean, p_variance, p_begin, i_row, i_tile, i_group, count, length, tiles, log_mean, log_variance,
+        groups, steps, cumulative, in_block,
+    )  # fmt: skip
+    before = steps_before(p_begin, i_row, first, count, length)
+    if p_words is not None:
+        b_m_tile, b_v_tile = tl.split(b_tile)
+        b_m_tile, b_v_tile = _after_tile(
+            p_begin, i_row, first, b_m_tile, b_v_tile, b_m_before, b_v_before, before, length, log_mean, log_variance,
+            steps, cumulative,
+        )  # fmt: skip
+        publish(
+            p_words, i_row, tiles + i_tile // in_block, i_group, tl.join(b_m_tile, b_v_tile),
+            m_group & later & (i_tile % in_block == in_block - 1), tiles, groups, in_block,
+        )  # fmt: skip
+        carry = ((i_row * (tiles - 1) + i_tile - 1) * 2) * groups + i_group
+        tl.store(p_carry + carry, b_m_before, mask=m_group & (i_tile > 0))
+        tl.store(p_carry + carry + groups, b_v_before, mask=m_group & (i_tile > 0))
+    b_m_end, b_v_end = follow(b_a, b_b, b_m_end, b_v_end, before, b_m_before, b_v_before, cumulative)
+    b_m, b_v, by_mean, by_variance = running_statistics(
+        b_goes_on, b_mu, b_sigma2, steps_before(p_begin, i_row, times(first, 0, span, spans), count, length),
+        before_spans(b_m_end, b_m_before), before_spans(b_v_end, b_v_before), beta_mean, beta_variance, added_mean,
+        added_variance, log_mean, log_variance, span, cumulative,
+    )  # fmt: skip
+    b_scale = tl.full([1, together, width], 1.0, tl.float32)
+    if p_weight is not None:
+        b_scale = 1 + load_affine(p_weight, i_group, groups, size, width)
+    b_shift = tl.zeros_like(b_scale)
+    if p_bias is not None:
+        b_shift = load_affine(p_bias, i_group, groups, size, width)
+    for i in tl.static_range(span):
+        b_inverse, _, b_rstd = normal_factors(b_v[i], by_mean[i], by_variance[i], eps, cumulative)
+        # x − μ is at hand, and is exact where means are large.
+        b_offset = (b_mu[i] - b_m[i] * b_inverse) * b_rstd
+        b_y = (b_centered[i] * b_rstd[:, :, None] + b_offset[:, :, None]) * b_scale + b_shift
+        m_x = held(left, i, m_feature, span, spans)
+        tl.store(p_y + begin + i_x + i * features, b_y.to(p_y.dtype.element_ty), mask=m_x)
+    if i_tile == tiles - 1:
+        i_state = (i_row * groups + i_group)[None] + tl.zeros([spans, 1], tl.int64)
+        for i in tl.static_range(span):
+            m_state = (times(first, i, span, spans) == length - 1)[:, None] & m_group[None]
+            tl.store(p_mean_after + i_state, b_m[i], mask=m_state)
+            tl.store(p_variance_after + i_state, b_v[i], mask=m_state)
+        i_begin = load_begins(p_begin, i_row, length - 1, length)
+        count_after = tl.where(i_begin < 0, count, -i_begin.to(tl.int64)) + length
+        tl.store(p_count_after + i_row + i_group * 0, count_after, mask=i_group == 0)

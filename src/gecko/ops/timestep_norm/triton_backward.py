@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gecko.ops.backends.triton_axis import at_step
-from gecko.ops.timestep_norm.triton_look_back import publish, published, take_number
 from gecko.ops.timestep_norm.triton_tiles import (
+    at_step,
     before_spans,
     feature_mask,
     feature_offsets,
@@ -27,9 +26,12 @@ from gecko.ops.timestep_norm.triton_tiles import (
     normal_factors,
     places_of_spans,
     program_place,
+    publish,
+    published,
     running_statistics,
     scan_of_spans,
     steps_before,
+    take_number,
     times,
 )
 

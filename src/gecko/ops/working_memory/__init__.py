@@ -1,4 +1,9 @@
-"""Working memory: a matrix per head that stores the tokens that have left the attention window (paper Eq. 9–16)."""
+"""Working memory: a matrix per head that stores the tokens that have left the attention window (paper Eq. 9–16).
+
+With context parallelism, the maps of the chunks depend on the normaliser, so the ranks exchange twice: first the
+weights of their chunks and the tokens of the last chunk, which the next rank summarises; then one affine map each, of
+all chunks that enter. No rank waits for the chain of another: the maps of all earlier ranks give its initial memory.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +16,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, choose_backend, kernels_of
+from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH, choose_backend
 from gecko.ops.common import (
-    check_segments,
     check_shape,
-    common_chunk_offset,
     compute_dtype,
     full_precision,
+    layout_of_call,
     run_by_chunk_offset,
     run_by_length,
 )
-from gecko.ops.working_memory.chunked import EnteredChunked, working_memory_by_chunk, working_memory_step
-from gecko.ops.working_memory.rules import RULES, ChunkSummary, EnteredMemory, Orthogonal, WorkingMemoryState
-from gecko.segments import Segments
+from gecko.ops.working_memory.chunked import EnteredChunked, Grid, working_memory_by_chunk, working_memory_step
+from gecko.ops.working_memory.rules import (
+    RULES,
+    Adaptive,
+    ChunkSummary,
+    EnteredMemory,
+    Orthogonal,
+    Rule,
+    WorkingMemoryState,
+)
+from gecko.runtime.tensors import to_device
+from gecko.segments import Arriving, ContextExchange, Pending, Ready, Segments
 
 __all__ = ["ChunkSummary", "WorkingMemoryState", "working_memory", "working_memory_reference"]
 
-Rule = Literal["adaptive", "linear", "orthogonal"]
+RuleName = Literal["adaptive", "linear", "orthogonal"]
 
 
 def working_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunk_size: int,
-    *,
-    rule: Rule = "adaptive",
-    state: WorkingMemoryState | None = None,
-    segments: Segments | None = None,
-) -> tuple[Tensor, WorkingMemoryState]:
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int, *, rule: RuleName = "adaptive",
+    state: WorkingMemoryState | None = None, segments: Segments | None = None,
+) -> tuple[Tensor, WorkingMemoryState]:  # fmt: skip
     """Read the memory for each query, and write each chunk into the memory when it leaves the attention window.
 
     Adaptive rule (paper Eq. 16): w is the sum of exp(k) over a chunk, z the sum over the document so far, ρ = w / z,
@@ -58,43 +65,31 @@ def working_memory(
 
     Returns:
         (B, H, T, value_head_dim) in the dtype of v, and the state after the last token.
-
-    Raises:
-        ValueError: the shapes are inconsistent.
     """
     batch, heads, length, key_dim = q.shape
     check_shape("k", k, (batch, heads, length, key_dim))
     check_shape("v", v, (batch, heads, length, v.shape[-1]))
     dtype = compute_dtype(q)
-    segments = segments or Segments.build(batch, length, device=q.device)
-    check_segments(segments, batch, length)
+    segments = layout_of_call(segments, batch, length, q.device)
     if state is None:
         given = rule, batch, heads, key_dim, v.shape[-1], dtype, q.device
         state = segments.initial(("working memory", *given), lambda: WorkingMemoryState.empty(*given))
     _check_state(state, (batch, heads), key_dim, v.shape[-1])
     with full_precision(q):
         if segments.ends is not None and not (rule == "adaptive" and _cpu_kernel_takes((q, k, v), state)):
-            return run_by_length(
-                lambda inputs, state, segments: working_memory(
-                    inputs[0], inputs[1], inputs[2], chunk_size, rule=rule, state=state, segments=segments
-                ),
-                (q, k, v), state, segments,
-            )  # fmt: skip
+            form = partial(working_memory, chunk_size=chunk_size, rule=rule)
+            return run_by_length(form, (q, k, v), state, segments)
         # The step's graph decides by the position whether the token ends a chunk; a first token needs no such graph.
         if length == 1 and not (segments.at_start and torch.compiler.is_exporting()):
             inputs = q.to(dtype), k.to(dtype), v.to(dtype)
             out, state = working_memory_step(RULES[rule], chunk_size, inputs, state, segments)
             return out.to(v.dtype), state
-        one = partial(_read_whole, rule, chunk_size)
-        if common_chunk_offset(segments, chunk_size) is None:
-            out, state = run_by_chunk_offset(one, (q, k, v), state, segments, chunk_size)
-        else:
-            out, state = one((q, k, v), state, segments)
+        out, state = run_by_chunk_offset(partial(_read_whole, rule, chunk_size), (q, k, v), state, segments, chunk_size)
     return out.to(v.dtype), state
 
 
 def _read_whole(
-    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+    rule: RuleName, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
     update = RULES[rule]
     if isinstance(update, Orthogonal):
@@ -104,7 +99,7 @@ def _read_whole(
 
 
 def enter_memory(
-    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+    rule: RuleName, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> EnteredMemory:
     """Summarise the chunks of a call of several tokens, for rows with the same chunk offset.
 
@@ -118,7 +113,9 @@ def enter_memory(
         return EnteredTriton.enter(RULES[rule], chunk_size, inputs, state, segments)
     wide = tuple(x.to(compute_dtype(inputs[0])) for x in inputs)
     if rule == "adaptive" and _cpu_kernel_takes(wide, state):
-        return kernels_of("working_memory", "cpu").EnteredCPU(RULES[rule], chunk_size, wide, state, segments)
+        from gecko.ops.working_memory.cpu import EnteredCPU
+
+        return EnteredCPU(RULES[rule], chunk_size, wide, state, segments)
     return EnteredChunked.enter(RULES[rule], chunk_size, wide, state, segments)
 
 
@@ -139,10 +136,106 @@ def _cpu_kernel_takes(inputs: tuple[Tensor, ...], state: WorkingMemoryState) -> 
     return choose_backend(*inputs, *floats, triton=False, cpu=fits) == "cpu"
 
 
+def start_working_memory(
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int, rule: RuleName, state: WorkingMemoryState | None,
+    segments: Segments,
+) -> Pending[tuple[Tensor, WorkingMemoryState]]:  # fmt: skip
+    """Return what ``working_memory`` returns. A rank sends the map of its chunks, and waits for those of earlier ranks.
+
+    ``chunk_size`` divides the position of every row on a rank, where ``state`` comes from ``memory_state_before``.
+    """
+    exchange = segments.exchange
+    if exchange is None:
+        return Ready(working_memory(q, k, v, chunk_size, rule=rule, state=state, segments=segments))
+    assert state is not None, "a rank has the state before its first token"
+    with full_precision(q):
+        entered = enter_memory(rule, chunk_size, (q, k, v), state, segments)
+        factor, term = entered.affine_map().split([k.shape[-1], v.shape[-1]], dim=-1)
+
+    def receive(arrived: list[Tensor]) -> tuple[Tensor, WorkingMemoryState]:
+        factors, terms = arrived
+        with full_precision(factors):
+            memory = torch.zeros_like(state.memory)
+            for factor, term in zip(factors.flip(0), terms.flip(0).to(memory.dtype), strict=True):
+                memory = factor @ memory + term
+            out, after = entered.read(state.memory + memory)
+        return out.to(v.dtype), after
+
+    # The term, most of the bytes, travels in the dtype of v. On a GPU memories are rounded to it when read.
+    return Arriving(exchange.send(to_later=[factor, term.to(v.dtype)]), receive)
+
+
+def chunk_weights(rule: RuleName, chunk_size: int, k: Tensor, state: WorkingMemoryState, segments: Segments) -> Tensor:
+    """Return what later ranks need of the keys k (B, H, T, key): the weight (B, H, 2, key) of the chunks before the
+    last one, since the last document start among them, and that of the last one."""
+    grid = Grid.of(segments, chunk_size)
+    with full_precision(k):
+        weights = _weigh(RULES[rule], grid.lay(k), grid.counted)
+        sets = [state.normaliser.unsqueeze(2), state.previous.weight.unsqueeze(2), weights[:, :, :-1]]
+        resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets[:, :-1]], dim=1)
+        index = torch.arange(grid.chunks + 1, device=resets.device)
+        begin = torch.where(resets, index[1:], 0).amax(1, keepdim=True)
+        counted = (index >= begin)[:, None, :, None]
+        return torch.stack([RULES[rule].total(torch.cat(sets, dim=2), counted), weights[:, :, -1]], dim=2)
+
+
+def memory_state_before(
+    rule_name: RuleName, chunk_size: int, state: WorkingMemoryState, weights: Tensor, keys: Tensor, values: Tensor,
+    segments: Segments, exchange: ContextExchange,
+) -> WorkingMemoryState:  # fmt: skip
+    """Return the state before this rank's first token, up to its memory.
+
+    Args:
+        state: that before the call on rank 0; on the other ranks it is empty.
+        weights: (R − 1, B, H, 2, key), the ``chunk_weights`` of earlier ranks, the nearest first.
+        keys, values: (B, H, c, d), the last chunk of the previous rank.
+    """
+    rule, first = RULES[rule_name], exchange.first
+    reach = exchange.chunks_reach[:, :, None, :, None]
+    before, last = torch.where(reach, weights, rule.empty_weight).unbind(3)
+    clock, device = segments.clock, keys.device
+    with full_precision(keys):
+        normaliser = rule.total(torch.cat([state.normaliser[None], before, last[1:]]).movedim(0, 2), None)
+        place = clock.position.unsqueeze(1) + torch.arange(-chunk_size, 0, device="cpu")
+        counted = (place >= clock.document_start.unsqueeze(1)) | first
+        resets = to_device(clock.document_start >= clock.position - chunk_size, device)
+        in_document = torch.where(resets.view(-1, 1, 1), rule.empty_weight, normaliser)
+        summary = _summarise(rule, keys, values, to_device(counted[:, None, None, :, None], device), in_document)
+    received = torch.full_like(resets, not first)
+    return replace(
+        state, normaliser=normaliser, previous=summary.where(received, state.previous),
+        previous_resets=torch.where(received, resets, state.previous_resets),
+    )  # fmt: skip
+
+
+def _weigh(rule: Rule, k: Tensor, counted: Tensor) -> Tensor:
+    """Return the weights (B, H, n, key) of chunks of keys k (B, H, n, c, key)."""
+    if choose_backend(k, cpu=False) == "triton":
+        from gecko.ops.working_memory.triton import weigh
+
+        return weigh(k.contiguous(), counted, isinstance(rule, Adaptive))
+    return rule.weigh(k.to(compute_dtype(k)), counted)
+
+
+def _summarise(rule: Rule, keys: Tensor, values: Tensor, counted: Tensor, before: Tensor) -> ChunkSummary:
+    """Summarise one chunk of keys and values (B, H, c, d), given the normaliser ``before`` it."""
+    k, v, adaptive = keys.unsqueeze(2), values.unsqueeze(2), isinstance(rule, Adaptive)
+    if choose_backend(v, cpu=False) == "triton":
+        from gecko.ops.working_memory.triton import summarise
+
+        given = None if adaptive else before.unsqueeze(2).contiguous()
+        weight, *sums = summarise(k.contiguous(), v.contiguous(), counted, given)
+        summary = ChunkSummary(weight if adaptive else _weigh(rule, k, counted), *sums)
+    else:
+        weight = _weigh(rule, k, counted)
+        summary = rule.summarise(k.to(weight.dtype), v.to(weight.dtype), counted, weight, before.unsqueeze(2))
+    return summary.map(lambda x: x.squeeze(2))
+
+
 def working_memory_reference(
     inputs: tuple[Tensor, Tensor, Tensor],
     chunk_size: int,
-    rule: Rule,
+    rule: RuleName,
     state: WorkingMemoryState,
     segments: Segments,
 ) -> tuple[Tensor, WorkingMemoryState]:
@@ -158,7 +251,7 @@ def working_memory_reference(
 
 
 def _read_row(
-    inputs: list[Tensor], c: int, rule: Rule, state: WorkingMemoryState, segments: Segments
+    inputs: list[Tensor], c: int, rule: RuleName, state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
     sums = (torch.zeros_like(x) for x in (state.current.key_sum, state.current.value_sum))
     empty = ChunkSummary(torch.full_like(state.normaliser, 0.0 if rule == "linear" else -1e30), *sums)
@@ -179,7 +272,7 @@ def _read_row(
     return torch.stack(outputs, dim=1), state
 
 
-def _found(rule: Rule, q: Tensor, state: WorkingMemoryState) -> Tensor:
+def _found(rule: RuleName, q: Tensor, state: WorkingMemoryState) -> Tensor:
     """Return ψ(q)ᵀ M, for the linear rule divided by ψ(q) τ."""
     psi = F.elu(q) + 1 if rule == "linear" else q.softmax(-1)
     found = torch.einsum("hz,hzv->hv", psi, state.memory)
@@ -192,7 +285,7 @@ def _orthogonal(v: Tensor, answer: Tensor) -> Tensor:
     return v - (v * unit).sum(-1, keepdim=True) / v.shape[-1] * unit
 
 
-def _with_token(rule: Rule, k: Tensor, v: Tensor, state: WorkingMemoryState, in_chunk: bool) -> ChunkSummary:
+def _with_token(rule: RuleName, k: Tensor, v: Tensor, state: WorkingMemoryState, in_chunk: bool) -> ChunkSummary:
     """Return the summary of the current chunk with one more token. ``in_chunk``: its document started in this chunk."""
     current = state.current
     if rule == "linear":
@@ -201,11 +294,9 @@ def _with_token(rule: Rule, k: Tensor, v: Tensor, state: WorkingMemoryState, in_
     else:
         psi, weight = k.softmax(-1) * (rule == "adaptive"), torch.logaddexp(current.weight, k)
         old, new = (current.weight - weight).exp(), (k - weight).exp()
-    return ChunkSummary(
-        weight,
-        old[..., None] * current.key_sum + new[..., None] * psi[:, None],
-        old[..., None] * current.value_sum + new[..., None] * v[:, None],
-    )
+    old, new = old[..., None], new[..., None]
+    keys, values = old * current.key_sum + new * psi[:, None], old * current.value_sum + new * v[:, None]
+    return ChunkSummary(weight, keys, values)
 
 
 def _over_total(psi: Tensor, state: WorkingMemoryState, in_chunk: bool) -> Tensor:
@@ -215,7 +306,7 @@ def _over_total(psi: Tensor, state: WorkingMemoryState, in_chunk: bool) -> Tenso
     return psi / total if bool((total > 0).all()) else torch.zeros_like(psi)
 
 
-def _with_chunk(rule: Rule, state: WorkingMemoryState, empty: ChunkSummary) -> WorkingMemoryState:
+def _with_chunk(rule: RuleName, state: WorkingMemoryState, empty: ChunkSummary) -> WorkingMemoryState:
     """Return the state after a complete chunk: the previous chunk enters the memory, the current one replaces it."""
     memory, norm, previous = state.memory, state.normaliser, state.previous
     if state.previous_resets:

@@ -94,8 +94,12 @@ class Grid:
         return x[:, :, self.phase : x.shape[2] - self.empty]
 
 
-class _AffineChain(torch.autograd.Function):
-    """Apply one map at a time to a contiguous tensor in cache, and copy each memory to the strided output."""
+class AffineChain(torch.autograd.Function):
+    """Compute M_{i+1} = A_i M_i + B_i from M_0 = ``initial``, one map at a time on a contiguous tensor in cache.
+
+    a: (B, H, n, key, key); b: (B, H, n, key, value); initial: (B, H, key, value). Returns M_0 … M_{n−1}, (B, H, n, key,
+    value), and M_n, (B, H, key, value).
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,16 +125,7 @@ class _AffineChain(torch.autograd.Function):
         return grad_b @ memories.mT, grad_b, total.view(grad_last.shape)
 
 
-def affine_chain(a: Tensor, b: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute M_{i+1} = A_i M_i + B_i from M_0 = ``initial``.
-
-    Args:
-        a: (B, H, n, key, key); b: (B, H, n, key, value); initial: (B, H, key, value).
-
-    Returns:
-        M_0 … M_{n−1}, (B, H, n, key, value), and M_n, (B, H, key, value).
-    """
-    return _AffineChain.apply(a, b, initial)
+affine_chain = AffineChain.apply
 
 
 def segmented_scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, first: Tensor) -> Tensor:
@@ -208,8 +203,7 @@ class EnteredChunked:
         """Summarise the chunks of rows with the same chunk offset."""
         grid = Grid.of(segments, chunk_size)
         q, k, v = (grid.lay(x) for x in inputs)
-        nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
-        current = state.current.where(grid.continues, nothing)
+        current = state.current.where(grid.continues, empty_summary(rule, state.memory))
         counted = None if grid.whole else grid.counted
         weights = rule.weigh(k, counted)
         whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
@@ -230,9 +224,7 @@ class EnteredChunked:
         memories, last = affine_chain(self.a, self.b, memory)
         out = self.rule.read(self.q, grid.allowed, memories, normalisers[:, :, :-2])
         end, completed = grid.chunks - (grid.empty > 0), grid.empty == 0
-        nothing = empty_summary(
-            self.rule, memory.shape[:2], memory.shape[2], memory.shape[3], memory.dtype, memory.device
-        )
+        nothing = empty_summary(self.rule, memory)
         after = type(self.state)(
             last if completed else memories[:, :, end], normalisers[:, :, end], left[completed],
             nothing if completed else left[1], self.resets[:, end],
@@ -253,7 +245,7 @@ def _enter(
 ) -> tuple[ChunkSummary, tuple[ChunkSummary, ChunkSummary]]:
     """Return the chunks that enter the memory, (B, H, n, …): the previous one and all of the grid but the last. Also
     return the last two of all. ``current`` has the earlier tokens of the grid's first chunk."""
-    first = rule.merge(current, _slice(chunks, 0))
+    first = rule.merge(current, chunks.map(lambda x: x[:, :, 0]))
     parts = zip(previous.tensors().values(), first.tensors().values(), chunks.tensors().values(), strict=True)
     entering, before_last, last = zip(*(_entering(*part) for part in parts), strict=True)
     return ChunkSummary(*entering), (ChunkSummary(*before_last), ChunkSummary(*last))
@@ -269,10 +261,6 @@ def _entering(previous: Tensor, first: Tensor, chunks: Tensor) -> tuple[Tensor, 
     return entering, middle[:, :, -1] if count > 2 else first, last.squeeze(2)
 
 
-def _slice(summary: ChunkSummary, index: int | slice) -> ChunkSummary:
-    return summary.map(lambda x: x[:, :, index])
-
-
 def working_memory_step(
     rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
@@ -283,8 +271,7 @@ def working_memory_step(
 
     current = state.current
     if segments.starts is not None:
-        nothing = empty_summary(rule, q.shape[:2], q.shape[-1], v.shape[-1], q.dtype, q.device)
-        current = current.where(segments.continues[:, 0], nothing)
+        current = current.where(segments.continues[:, 0], empty_summary(rule, state.memory))
 
     if isinstance(rule, Orthogonal):
         v = rule.written(k, v, _memory_before(rule, state, token.began_here))
@@ -296,7 +283,12 @@ def working_memory_step(
     after = type(state)(state.memory, state.normaliser, state.previous, current, state.previous_resets)
     if torch.compiler.is_exporting():
         return out, _complete_chunk_if(rule, after, token, (segments.clock.position + 1) % chunk_size == 0)
-    return out, after if token.completes is None else _complete_chunk(rule, after, token)
+    if (rows := token.completes) is None:
+        return out, after
+    done = after.map(lambda x: x.index_select(0, rows))
+    changed = _with_complete_chunk(rule, done, token.began_here.index_select(0, rows))
+    new = iter(changed.tensors().values())
+    return out, after.map(lambda x: x.index_copy(0, rows, next(new)))
 
 
 @dataclass(frozen=True)
@@ -319,29 +311,14 @@ class _MemoryToken:
         if torch.compiler.is_exporting():  # the graph decides at each token
             return cls(began_here, allowed, None)
         completes = ((position + 1) % chunk_size == 0).nonzero().flatten()
-        return cls(
-            began_here, allowed, completes.to(segments.device) if len(completes) else None,
-        )  # fmt: skip
-
-
-def _complete_chunk(rule: Rule, state: WorkingMemoryState, token: _MemoryToken) -> WorkingMemoryState:
-    """In rows with a complete chunk, enter the previous chunk into the memory and start an empty current chunk."""
-    rows = token.completes
-    assert rows is not None, "there must be such rows"
-    done = state.map(lambda x: x.index_select(0, rows))
-    changed = _with_complete_chunk(rule, done, token.began_here.index_select(0, rows))
-    new = iter(changed.tensors().values())
-    return state.map(lambda x: x.index_copy(0, rows, next(new)))
+        return cls(began_here, allowed, completes.to(segments.device) if len(completes) else None)
 
 
 def _with_complete_chunk(rule: Rule, done: WorkingMemoryState, began_here: Tensor) -> WorkingMemoryState:
     """Enter the previous chunk into the memory and start an empty current chunk, in all rows."""
     normaliser = _with_previous(rule, done)
-    key_sum, value_sum = done.current.key_sum, done.current.value_sum
-    nothing = empty_summary(
-        rule, key_sum.shape[:2], key_sum.shape[-1], value_sum.shape[-1], key_sum.dtype, key_sum.device
-    )
-    return type(done)(_enter_previous(rule, done, normaliser), normaliser, done.current, nothing, began_here)
+    memory, nothing = _enter_previous(rule, done, normaliser), empty_summary(rule, done.memory)
+    return type(done)(memory, normaliser, done.current, nothing, began_here)
 
 
 def _complete_chunk_if(

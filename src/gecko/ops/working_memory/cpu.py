@@ -20,16 +20,6 @@ from gecko.ops.working_memory.rules import ChunkSummary, Rule, WorkingMemoryStat
 from gecko.segments import Segments
 
 
-def working_memory_cpu(
-    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
-) -> tuple[Tensor, WorkingMemoryState]:
-    """Compute ``working_memory_chunked`` with the adaptive rule, in float32.
-
-    Features per head are multiples of 16.
-    """
-    return EnteredCPU(rule, chunk_size, inputs, state, segments).read(state.memory)
-
-
 @dataclass(frozen=True)
 class EnteredCPU:
     """Form of ``EnteredMemory`` for the kernels, which summarise the chunks for the map and for the reads."""
@@ -54,9 +44,7 @@ class EnteredCPU:
 
     def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
         grid, state, spans, resets = self._grid, self.state, self._spans, self._resets
-        nothing = empty_summary(
-            self.rule, memory.shape[:2], memory.shape[2], memory.shape[3], memory.dtype, memory.device
-        )
+        nothing = empty_summary(self.rule, memory)
         earlier = state.current.where(grid.continues, nothing).tensors().values() if grid.phase else ()
         out, memory, normaliser, *sums = WorkingMemoryCPU.apply(
             spans, resets, *self.inputs, memory, state.normaliser, *state.previous.tensors().values(), *earlier
@@ -178,10 +166,7 @@ class WorkingMemoryCPU(torch.autograd.Function):
         else:
             grad = torch.zeros_like(v) if grad is None else grad.contiguous()
             call("working_memory_read_backward", q, memories, grad, spans.allowed, grad_q, grads[2], *sizes)
-        before = (
-            memories.new_empty(memories.shape[:2] + memories.shape[3:]),
-            rho.new_empty(*rho.shape[:2], rho.shape[3]),
-        )
+        before = torch.empty_like(memories[:, :, 0]), torch.empty_like(rho[:, :, 0])
         call(
             "working_memory_chain_backward", *sums[1:], memories, rho, share, resets.view(torch.uint8), grad_memory,
             grad_normaliser, grads[2], *grads[:2], *before, steps, *sizes,

@@ -34,37 +34,6 @@ class ChunkSummary(TensorRecord):
     value_sum: Tensor
 
 
-class Rule(Protocol):
-    """Interface of the update rules ``Adaptive``, ``Orthogonal`` and ``Linear``."""
-
-    empty_weight: float
-    """Weight of an empty set of tokens."""
-
-    def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
-        """Return the weight (…, key) of the ``counted`` (…, T, 1) tokens among k (…, T, key); None counts all."""
-
-    def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the weight of the union of two sets of tokens."""
-
-    def total(self, weights: Tensor, counted: Tensor | None) -> Tensor:
-        """Return the weight (…, key) of the union of the ``counted`` (…, n, 1) sets of weights (…, n, key)."""
-
-    def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
-        """Summarise the counted tokens of one chunk, given their ``weight`` and the normaliser ``before`` the chunk."""
-
-    def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
-        """Merge the summaries of two parts of one chunk."""
-
-    def add(self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor]) -> ChunkSummary:
-        """Add one token, k (…, 1, key) and v (…, 1, value). Faster than ``summarise`` and ``merge``."""
-
-    def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B of M ← A M + B. ``after`` is the normaliser including this chunk."""
-
-    def read(self, q: Tensor, allowed: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
-        """Read the memory (…, key, value) for queries (…, T, key); return zero where not ``allowed`` (…, T, 1)."""
-
-
 class EnteredMemory(Protocol):
     """A call of ``working_memory`` whose chunks are summarised, up to the memory before the call."""
 
@@ -89,33 +58,32 @@ def with_identity(terms: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(terms, (keys, 0)), torch.cat([identity, memory], dim=-1)
 
 
-def empty_summary(
-    rule: Rule, shape: tuple[int, ...], key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
-) -> ChunkSummary:
-    """Return the summary of an empty set of tokens."""
-
-    def zeros(*sizes: int) -> Tensor:
-        return torch.zeros(*shape, *sizes, dtype=dtype, device=device)
-
-    weight = torch.full((*shape, key_dim), rule.empty_weight, dtype=dtype, device=device)
-    return ChunkSummary(weight, zeros(key_dim, key_dim), zeros(key_dim, value_dim))
+def empty_summary(rule: Rule, memory: Tensor) -> ChunkSummary:
+    """Return the summary of an empty set of tokens, for a ``memory`` (B, H, key, value)."""
+    keys, weight = memory.shape[2], memory.new_full(memory.shape[:3], rule.empty_weight)
+    return ChunkSummary(weight, memory.new_zeros(*memory.shape[:3], keys), torch.zeros_like(memory))
 
 
 class Adaptive:
     """Position-aware online softmax with the delta rule (paper Eq. 13–16)."""
 
-    empty_weight = EMPTY_LOG
+    empty_weight: float = EMPTY_LOG
+    """Weight of an empty set of tokens."""
 
     def weigh(self, k: Tensor, counted: Tensor | None) -> Tensor:
+        """Return the weight (…, key) of the ``counted`` (…, T, 1) tokens among k (…, T, key); None counts all."""
         return self.total(k, counted)
 
     def accumulate(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the weight of the union of two sets of tokens."""
         return _logaddexp(first, second)
 
     def total(self, weights: Tensor, counted: Tensor | None) -> Tensor:
+        """Return the weight (…, key) of the union of the ``counted`` (…, n, 1) sets of weights (…, n, key)."""
         return _masked(weights, counted, EMPTY_LOG).logsumexp(-2)
 
     def summarise(self, k: Tensor, v: Tensor, counted: Tensor | None, weight: Tensor, before: Tensor) -> ChunkSummary:
+        """Summarise the counted tokens of one chunk, given their ``weight`` and the normaliser ``before`` the chunk."""
         phi = _masked(k - weight.unsqueeze(-2), counted, -torch.inf).exp()
         return ChunkSummary(weight, phi.mT @ k.softmax(-1), phi.mT @ v)
 
@@ -124,11 +92,13 @@ class Adaptive:
         return k.softmax(-1)
 
     def merge(self, first: ChunkSummary, second: ChunkSummary) -> ChunkSummary:
+        """Merge the summaries of two parts of one chunk."""
         weight = torch.logaddexp(first.weight, second.weight)
         a, b = ((part.weight - weight).exp().unsqueeze(-1) for part in (first, second))
         return ChunkSummary(weight, a * first.key_sum + b * second.key_sum, a * first.value_sum + b * second.value_sum)
 
     def add(self, summary: ChunkSummary, k: Tensor, v: Tensor, before: Callable[[], Tensor]) -> ChunkSummary:
+        """Add one token, k (…, 1, key) and v (…, 1, value). Faster than ``summarise`` and ``merge``."""
         # share: the token's fraction of the new weight; the earlier tokens have 1 − share.
         share = (k.squeeze(-2) - summary.weight).sigmoid().unsqueeze(-1)
         weight = _logaddexp(summary.weight, k.squeeze(-2))
@@ -138,10 +108,12 @@ class Adaptive:
         ))  # fmt: skip
 
     def affine(self, summary: ChunkSummary, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B of M ← A M + B. ``after`` is the normaliser including this chunk."""
         rho = (summary.weight - after).exp().unsqueeze(-1)
         return torch.diag_embed(1 - rho.squeeze(-1)) - rho * summary.key_sum, rho * summary.value_sum
 
     def read(self, q: Tensor, allowed: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
+        """Read the memory (…, key, value) for queries (…, T, key); return zero where not ``allowed`` (…, T, 1)."""
         return q.softmax(-1).masked_fill(~allowed, 0) @ memory
 
 
@@ -227,6 +199,7 @@ def _normalised(features: Tensor, normaliser: Tensor) -> Tensor:
     return (features / total.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
+Rule = Adaptive | Linear
 RULES: dict[str, Rule] = {"adaptive": Adaptive(), "orthogonal": Orthogonal(), "linear": Linear()}
 
 
@@ -254,7 +227,7 @@ class WorkingMemoryState(TensorRecord):
         cls, rule: str, batch: int, heads: int, key_dim: int, value_dim: int,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> WorkingMemoryState:  # fmt: skip
-        nothing = empty_summary(RULES[rule], (batch, heads), key_dim, value_dim, dtype, torch.device(device))
         memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=device)
+        nothing = empty_summary(RULES[rule], memory)
         resets = torch.zeros(batch, dtype=torch.bool, device=device)
         return cls(memory, nothing.weight, nothing, nothing, resets)

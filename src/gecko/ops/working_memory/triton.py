@@ -4,20 +4,9 @@ The products φᵀψ, φᵀv and ψ(q) M are large, dense and batched (256 × 2,
 computes them. Triton kernels compute their operands in the dtype of v. The operands are not kept for the backward pass,
 which computes them again.
 
-Cost of one layer at T = 32 K, one row, bf16 (a multiply-add is two FLOPs):
-
-| | gecko-7b (H 4) | gecko-1b (H 2) |
-|---|---|---|
-| q, k, v read, out written | 1.13 GiB | 0.56 GiB |
-| φ, ψ, ψ(q) written and read | 0.38 GiB | 0.19 GiB |
-| sums of values (float32) and memories, written and read | 0.38 GiB | 0.19 GiB |
-| φᵀψ, φᵀv, ψ(q) M | 17 + 137 + 137 GFLOP | half |
-| chain, three tf32 products each | 17 GFLOP | half |
-| backward | two products for each of these | half |
-| gradients of ψ(q), φ and memories, float32 for 16 bits: written and read besides | 0.38 GiB | half |
-| saved besides inputs and output: sums of values and keys, A, memories | 224 MiB | 112 MiB |
-
-gecko-7b forward on an H200 (4.8 TB/s, 790 TFLOP/s), at least: 0.42 ms for memory traffic, 0.37 ms for products.
+One layer of gecko-7b at T = 32 K, one row, bf16 moves 1.1 GiB of inputs and outputs and 0.8 GiB of features, sums and
+memories, and takes 310 GFLOP forward, of which 17 are the chain: 0.42 ms at 4.8 TB/s and 0.37 ms at 790 TFLOP/s. It
+saves 224 MiB besides inputs and output: sums of values and keys, A and memories.
 """
 
 from __future__ import annotations
@@ -39,18 +28,28 @@ from gecko.ops.working_memory.rules import (
     empty_summary,
     with_identity,
 )
-from gecko.ops.working_memory.triton_chain import chain, chain_backward_forms, chain_forward
-from gecko.ops.working_memory.triton_factors import factors
+from gecko.ops.working_memory.triton_chain import chain, chain_backward_forms, chain_forward, factors
 from gecko.ops.working_memory.triton_features import features, features_backward, weigh_backward, weigh_forward
 from gecko.segments import Segments
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 
-@dataclass(frozen=True)
-class _Entering:
-    """Summaries of the grid's chunks, and inputs of the chain. Its steps are the chunks that enter the memory."""
+_Entering = tuple[ChunkSummary, Tensor, Tensor, Tensor, Tensor | None]
 
+
+@dataclass(frozen=True)
+class EnteredTriton:
+    """Form of ``EnteredMemory`` for the kernels. The steps of the chain are the chunks that enter the memory."""
+
+    rule: Rule
+    grid: Grid
+    q: Tensor
+    dtype: torch.dtype
+    """That of v."""
+    resets: Tensor
+    state: WorkingMemoryState
+    keeps_state: bool
     chunks: ChunkSummary
     a: Tensor
     rho: Tensor
@@ -58,28 +57,6 @@ class _Entering:
     """(B, H, key), after the last chunk that enters."""
     divisor: Tensor | None
     """(B, H, n, key): τ of the linear rule, by which the reads of each chunk are normalised. None: adaptive rule."""
-
-
-def working_memory_triton(
-    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
-) -> tuple[Tensor, WorkingMemoryState]:
-    """Compute ``working_memory`` for rows with the same chunk offset. See ``working_memory_chunked``."""
-    return EnteredTriton.enter(rule, chunk_size, inputs, state, segments).read(state.memory)
-
-
-@dataclass(frozen=True)
-class EnteredTriton:
-    """Form of ``EnteredMemory`` for the kernels."""
-
-    rule: Rule
-    grid: Grid
-    q: Tensor
-    dtype: torch.dtype
-    """That of v."""
-    entering: _Entering
-    resets: Tensor
-    state: WorkingMemoryState
-    keeps_state: bool
 
     @classmethod
     def enter(
@@ -91,29 +68,28 @@ class EnteredTriton:
         resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
         form = _enter_adaptive if isinstance(rule, Adaptive) else _enter_linear
         entering = form(rule, grid, k, v, state, resets, _end(grid))
-        return cls(rule, grid, q, v.dtype, entering, resets, state, segments.keeps_state)
+        return cls(rule, grid, q, v.dtype, resets, state, segments.keeps_state, *entering)
 
     def affine_map(self) -> Tensor:
-        terms = torch.cat([self.state.previous.value_sum.unsqueeze(2), self.entering.chunks.value_sum], dim=2)
+        terms = torch.cat([self.state.previous.value_sum.unsqueeze(2), self.chunks.value_sum], dim=2)
         terms, identity = with_identity(terms, self.state.memory)
         return chain(*self._inputs(terms[:, :, 0], terms[:, :, 1:], identity), self.dtype)[1].view(identity.shape)
 
     def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
-        rule, grid, state, chunks = self.rule, self.grid, self.state, self.entering.chunks
+        rule, grid, state, chunks = self.rule, self.grid, self.state, self.chunks
         inputs = self._inputs(state.previous.value_sum, chunks.value_sum, memory)
-        out, last, _ = read_memories(self.q, grid.allowed, self.entering.divisor, *inputs, self.dtype)
+        out, last, _ = read_memories(self.q, grid.allowed, self.divisor, *inputs, self.dtype)
         if not self.keeps_state:
             return grid.unlay(out), state
         end = _end(grid)
         entered = state.previous if end == 0 else _at(chunks, end - 1)
-        going_on = _at(chunks, end) if end < grid.chunks else _nothing(rule, state)
-        normaliser, resets = self.entering.normaliser, self.resets[:, end]
-        return grid.unlay(out), type(state)(last.view_as(memory), normaliser, entered, going_on, resets)
+        going_on = _at(chunks, end) if end < grid.chunks else empty_summary(rule, state.memory)
+        after = type(state)(last.view_as(memory), self.normaliser, entered, going_on, self.resets[:, end])
+        return grid.unlay(out), after
 
     def _inputs(self, first: Tensor, terms: Tensor, memory: Tensor) -> Iterator[Tensor]:
         """Yield the inputs of ``chain``."""
-        given = self.entering.a, first, terms, self.entering.rho, memory
-        return (x.flatten(0, 1).contiguous() for x in given)
+        return (x.flatten(0, 1).contiguous() for x in (self.a, first, terms, self.rho, memory))
 
 
 def _end(grid: Grid) -> int:
@@ -126,16 +102,11 @@ def _at(chunks: ChunkSummary, index: int) -> ChunkSummary:
     return chunks.map(lambda x: x[:, :, index].clone())
 
 
-def _nothing(rule: Rule, state: WorkingMemoryState) -> ChunkSummary:
-    memory = state.memory
-    return empty_summary(rule, memory.shape[:2], memory.shape[2], memory.shape[3], torch.float32, memory.device)
-
-
 def _with_earlier(rule: Rule, grid: Grid, state: WorkingMemoryState, chunks: ChunkSummary) -> ChunkSummary:
     """Add the tokens of earlier calls to the first chunk. There are none if the call starts at a chunk boundary."""
     if not grid.phase:
         return chunks
-    first = rule.merge(state.current.where(grid.continues, _nothing(rule, state)), _at(chunks, 0))
+    first = rule.merge(state.current.where(grid.continues, empty_summary(rule, state.memory)), _at(chunks, 0))
     return ChunkSummary(*(
         torch.cat([f.unsqueeze(2), x[:, :, 1:]], dim=2)
         for f, x in zip(first.tensors().values(), chunks.tensors().values(), strict=True)
@@ -150,14 +121,14 @@ def _enter_adaptive(
     given = state.normaliser, previous.weight, previous.key_sum, chunks.weight, chunks.key_sum
     a, rho, last, _ = factors(*(x.flatten(0, 1).contiguous() for x in given), resets, end)
     a, rho, last = (x.unflatten(0, k.shape[:2]) for x in (a, rho, last))
-    return _Entering(chunks, a, rho, last, None)
+    return chunks, a, rho, last, None
 
 
 def _enter_linear(
     rule: Rule, grid: Grid, k: Tensor, v: Tensor, state: WorkingMemoryState, resets: Tensor, end: int
 ) -> _Entering:
     weights = weigh(k, grid.counted, False)
-    current = state.current.where(grid.continues, _nothing(rule, state))
+    current = state.current.where(grid.continues, empty_summary(rule, state.memory))
     whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
     normalisers = normalisers_of(rule, state, whole, resets)
     before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
@@ -168,11 +139,7 @@ def _enter_linear(
     a = torch.eye(k.shape[-1], dtype=torch.float32, device=k.device) - sums
     rho = torch.ones_like(normalisers[:, :, :end])
     a = a.masked_fill(resets[:, None, :end, None, None], 0)
-    return _Entering(chunks, a, rho, normalisers[:, :, end].clone(), normalisers[:, :, :-2].contiguous())
-
-
-weigh = custom_op("memory_weigh")(weigh_forward)
-weigh_gradient = custom_op("memory_weigh_backward")(weigh_backward)
+    return chunks, a, rho, normalisers[:, :, end].clone(), normalisers[:, :, :-2].contiguous()
 
 
 def _keep_weigh(ctx, inputs, output):
@@ -184,23 +151,8 @@ def _pass_back_weigh(ctx, grad):
     return weigh_gradient(grad, *ctx.saved_tensors, ctx.adaptive), None, None
 
 
-weigh.register_autograd(_pass_back_weigh, setup_context=_keep_weigh)
-
-
-@custom_op("memory_summarise")
-def summarise(k: Tensor, v: Tensor, counted: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weight of each chunk, which normalises φ of the adaptive rule (empty for the linear one), Σ φ ψᵀ and
-    Σ φ vᵀ: (B, H, n, key), (B, H, n, key, key) and (B, H, n, key, value) float32.
-
-    Args:
-        k: (B, H, n, c, key); v: (B, H, n, c, value); counted: (B, 1, n, c, 1) bool.
-        before: (B, H, n, key) float32, τ before each chunk, which normalises ψ of the linear rule; None: adaptive rule.
-    """
-    weight = weigh_forward(k, counted, True) if before is None else before.new_empty(0)
-    phi, psi = features(k, counted, weight, before, before is None, v.dtype)
-    assert phi is not None
-    shape = (*k.shape[:3], k.shape[4], -1)
-    return weight, float32_product(phi.mT, psi).view(shape), float32_product(phi.mT, v.flatten(0, 2)).view(shape)
+weigh_gradient = custom_op("memory_weigh_backward")(weigh_backward)
+weigh = custom_op("memory_weigh", _pass_back_weigh, _keep_weigh)(weigh_forward)
 
 
 @custom_op("memory_summarise_backward")
@@ -234,24 +186,20 @@ def _pass_back_summarise(ctx, *grads):
     return grad_k, grad_v, None, None if saved[3] is None else by_before
 
 
-summarise.register_autograd(_pass_back_summarise, setup_context=_keep)
-
-
-@custom_op("memory_read")
-def read_memories(
-    q: Tensor, allowed: Tensor, normaliser: Tensor | None, a: Tensor, first: Tensor, b: Tensor, rho: Tensor,
-    initial: Tensor, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return ψ(q) M_s, zero where not allowed, (B, H, n, c, value) of ``dtype``, and what ``chain`` returns: M_n and,
-    only for the backward pass, M_0 … M_{n − 1}. It is one operator because the gradients of these are float32.
+@custom_op("memory_summarise", _pass_back_summarise, _keep)
+def summarise(k: Tensor, v: Tensor, counted: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weight of each chunk, which normalises φ of the adaptive rule (empty for the linear one), Σ φ ψᵀ and
+    Σ φ vᵀ: (B, H, n, key), (B, H, n, key, key) and (B, H, n, key, value) float32.
 
     Args:
-        q: (B, H, n, c, key); allowed: (B, 1, n, c, 1) bool; a, first, b, rho, initial: those of ``chain``.
-        normaliser: (B, H, n, key) float32, τ of the linear rule; None for the adaptive rule.
+        k: (B, H, n, c, key); v: (B, H, n, c, value); counted: (B, 1, n, c, 1) bool.
+        before: (B, H, n, key) float32, τ before each chunk, which normalises ψ of the linear rule; None: adaptive rule.
     """
-    memories, last = chain_forward(a, first, b, rho, initial, dtype)
-    _, psi = features(q, allowed, None, normaliser, normaliser is None, dtype)
-    return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1), last, memories
+    weight = weigh_forward(k, counted, True) if before is None else before.new_empty(0)
+    phi, psi = features(k, counted, weight, before, before is None, v.dtype)
+    assert phi is not None
+    shape = (*k.shape[:3], k.shape[4], -1)
+    return weight, float32_product(phi.mT, psi).view(shape), float32_product(phi.mT, v.flatten(0, 2)).view(shape)
 
 
 @custom_op("memory_read_backward")
@@ -283,4 +231,18 @@ def _pass_back_read(ctx, grad, grad_last, _):
     return grad_q, None, None if saved[2] is None else by_normaliser, *of_chain, None
 
 
-read_memories.register_autograd(_pass_back_read, setup_context=_keep_read)
+@custom_op("memory_read", _pass_back_read, _keep_read)
+def read_memories(
+    q: Tensor, allowed: Tensor, normaliser: Tensor | None, a: Tensor, first: Tensor, b: Tensor, rho: Tensor,
+    initial: Tensor, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return ψ(q) M_s, zero where not allowed, (B, H, n, c, value) of ``dtype``, and what ``chain`` returns: M_n and,
+    only for the backward pass, M_0 … M_{n − 1}. It is one operator because the gradients of these are float32.
+
+    Args:
+        q: (B, H, n, c, key); allowed: (B, 1, n, c, 1) bool; a, first, b, rho, initial: those of ``chain``.
+        normaliser: (B, H, n, key) float32, τ of the linear rule; None for the adaptive rule.
+    """
+    memories, last = chain_forward(a, first, b, rho, initial, dtype)
+    _, psi = features(q, allowed, None, normaliser, normaliser is None, dtype)
+    return torch.bmm(psi, memories.flatten(0, 1)).view(*q.shape[:4], -1), last, memories

@@ -1,12 +1,21 @@
-"""Compute the chain of memory updates M_{s+1} = A_s M_s + ρ_s ⊙ B_s in one kernel.
+"""The chain of memory updates M_{s+1} = A_s M_s + ρ_s ⊙ B_s in one kernel, and its factors A and ρ.
 
-A program loops over the chunks for one tile of value features; the tiles are independent. Arithmetic is float32, with
-three tf32 products per product on tensor cores ("tf32x3"). A product per step would need a launch, and a read and a
-write of the memory in HBM, for each chunk.
+**Chain.** A program loops over the chunks for one tile of value features; the tiles are independent. Arithmetic is
+float32, with three tf32 products per product on tensor cores ("tf32x3"). A product per step would need a launch, and a
+read and a write of the memory in HBM, for each chunk. For gecko-7b at T = 32 K this takes 0.1 ms at 495 TFLOP/s and
+0.04 ms at 4.8 TB/s; every tile reads A from the L2 cache.
 
-Cost for gecko-7b at T = 32 K, one row, one layer: 17 GFLOP (three times that in tf32: 0.1 ms at 495 TFLOP/s); reading
-B (128 MiB) and writing the memories (64 MiB in bf16): 0.04 ms at 4.8 TB/s. Every tile reads A (16 MiB) from the L2
-cache. gecko-1b: half of it.
+**Factors** of the adaptive rule, from the summaries. Slot s holds the s-th chunk that enters the memory; slot 0 is the
+previous chunk. N_0 is the normaliser before slot 0:
+
+    ρ_s = sigmoid(w_s − N_s),   N_{s+1} = log(e^{N_s} + e^{w_s}),   A_s = (1 − ρ_s) I − ρ_s K_s.
+
+If the slot resets, ρ_s = 1, N_{s+1} = w_s and A_s = 0. Backward; g_s is the gradient through ρ_s and A_s:
+
+    g_s = ρ_s (dρ_s − row sums of (dA_s ⊙ K_s) − diagonal of dA_s),   dK_s = −ρ_s dA_s,
+    dw_s = g_s + ρ_s (dN_{s+1} − g_s),   dN_s = (1 − ρ_s) (dN_{s+1} − g_s).
+
+The tensors are small (A of gecko-7b at T = 32 K: 16 MiB), so the launches of PyTorch's operations would dominate.
 """
 
 from __future__ import annotations
@@ -172,10 +181,6 @@ def chain_backward_forms(
     return grad_a, grad_first, grad_b, grad_rho.sum(2), _last(a, even, odd)
 
 
-chain = custom_op("memory_chain")(chain_forward)
-chain_backward = custom_op("memory_chain_backward")(chain_backward_forms)
-
-
 def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4], output[0])
     ctx.set_materialize_grads(False)
@@ -185,4 +190,205 @@ def _pass_back(ctx, grad_memories, grad_last):
     return *chain_backward(grad_memories, grad_last, *ctx.saved_tensors), None
 
 
-chain.register_autograd(_pass_back, setup_context=_keep)
+chain_backward = custom_op("memory_chain_backward")(chain_backward_forms)
+chain = custom_op("memory_chain", _pass_back, _keep)(chain_forward)
+
+
+_TILE = 4096
+"""Elements of a matrix per program, 32 per thread."""
+
+_NOTHING = tl.constexpr(-1e29)
+"""Normalisers below this value are those of an empty set of tokens."""
+
+
+@triton.jit(do_not_specialize=["steps", "reads", "heads"])
+def _normalise_kernel(
+    p_normaliser, p_first, p_weights, p_resets, p_rho, p_share, p_last, steps, reads, heads, width: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    """Store ρ of every slot, the share of w in N, and N after the last slot. ρ differs from the share only if both sets
+    of tokens are empty."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
+    m_d = i_d < width
+    b_n = tl.load(p_normaliser + i_row * width + i_d, mask=m_d, other=0.0)
+    for s in range(0, steps):
+        b_w = tl.load(_vector(p_first, p_weights, i_row, s, reads, width) + i_d, mask=m_d, other=0.0)
+        resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+        b_most = tl.maximum(b_n, b_w)
+        b_less = tl.exp(tl.minimum(b_n, b_w) - b_most)
+        b_share = tl.where(resets, 1.0, tl.where(b_w > b_n, 1.0, b_less) / (1.0 + b_less))
+        b_n = tl.where(resets, b_w, b_most + tl.log(1.0 + b_less))
+        i_to = (i_row * steps + s) * width + i_d
+        tl.store(p_share + i_to, b_share, mask=m_d)
+        tl.store(p_rho + i_to, tl.where(b_n < _NOTHING, 1.0, b_share), mask=m_d)
+    tl.store(p_last + i_row * width + i_d, b_n, mask=m_d)
+
+
+@triton.jit
+def _vector(p_first, p_rest, i_row, s, reads, size: tl.constexpr):
+    """Return the pointer to slot s of a row. Slot 0 is in another tensor than the rest."""
+    p_slot = p_rest + (i_row * reads + s - 1) * size
+    if s == 0:
+        p_slot = p_first + i_row * size
+    return p_slot
+
+
+@triton.jit
+def _square(i_step, steps, width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr):
+    """Return the row, the slot, and the matrix rows, matrix columns, offsets and mask of a program's tile."""
+    i_r = tl.program_id(1) * block_r + tl.arange(0, block_r)
+    i_c = tl.arange(0, block_c)
+    m_k = (i_r < width)[:, None] & (i_c < width)[None, :]
+    return i_step // steps, i_step % steps, i_r, i_c, i_r[:, None] * width + i_c[None, :], m_k
+
+
+@triton.jit(do_not_specialize=["steps", "reads", "heads"])
+def _factor_kernel(
+    p_first, p_keys, p_rho, p_resets, p_a, steps, reads, heads, width: tl.constexpr, block_r: tl.constexpr,
+    block_c: tl.constexpr,
+):  # fmt: skip
+    i_step = tl.program_id(0).to(tl.int64)
+    i_row, s, i_r, i_c, i_k, m_k = _square(i_step, steps, width, block_r, block_c)
+    b_k = tl.load(_vector(p_first, p_keys, i_row, s, reads, width * width) + i_k, mask=m_k, other=0.0)
+    b_rho = tl.load(p_rho + i_step * width + i_r, mask=i_r < width, other=0.0)[:, None]
+    b_a = tl.where(i_r[:, None] == i_c[None, :], 1.0 - b_rho, 0.0) - b_rho * b_k
+    resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+    tl.store(p_a + i_step * width * width + i_k, tl.where(resets, 0.0, b_a), mask=m_k)
+
+
+@triton.jit(do_not_specialize=["steps", "reads", "heads"])
+def _factor_backward_kernel(
+    p_first, p_keys, p_rho, p_resets, p_grad_a, p_grad_rho, p_grad_first, p_grad_keys, p_g, steps, reads, heads,
+    width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr,
+):  # fmt: skip
+    """Store dK and g."""
+    i_step = tl.program_id(0).to(tl.int64)
+    i_row, s, i_r, i_c, i_k, m_k = _square(i_step, steps, width, block_r, block_c)
+    resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+    b_k = tl.load(_vector(p_first, p_keys, i_row, s, reads, width * width) + i_k, mask=m_k, other=0.0)
+    b_da = tl.load(p_grad_a + i_step * width * width + i_k, mask=m_k, other=0.0)
+    b_da = tl.where(resets, 0.0, b_da)
+    i_at, m_r = i_step * width + i_r, i_r < width
+    b_rho = tl.load(p_rho + i_at, mask=m_r, other=0.0)
+    p_to = _vector(p_grad_first, p_grad_keys, i_row, s, reads, width * width)
+    tl.store(p_to + i_k, -b_rho[:, None] * b_da, mask=m_k)
+    b_along = tl.sum(b_da * (b_k + tl.where(i_r[:, None] == i_c[None, :], 1.0, 0.0)), 1)
+    b_drho = tl.load(p_grad_rho + i_at, mask=m_r, other=0.0)
+    tl.store(p_g + i_at, b_rho * (b_drho - b_along), mask=m_r)
+
+
+@triton.jit(do_not_specialize=["steps", "reads"])
+def _normalise_backward_kernel(
+    p_g, p_share, p_grad_last, p_grad_normaliser, p_grad_first, p_grad_weights, steps, reads, width: tl.constexpr,
+    block_d: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
+    m_d = i_d < width
+    b_dn = tl.load(p_grad_last + i_row * width + i_d, mask=m_d, other=0.0)
+    for back in range(0, steps):
+        s = steps - 1 - back
+        i_from = (i_row * steps + s) * width + i_d
+        b_g, b_share = tl.load(p_g + i_from, mask=m_d, other=0.0), tl.load(p_share + i_from, mask=m_d, other=0.0)
+        b_rest = b_dn - b_g
+        p_to = _vector(p_grad_first, p_grad_weights, i_row, s, reads, width)
+        tl.store(p_to + i_d, b_g + b_share * b_rest, mask=m_d)
+        b_dn = (1.0 - b_share) * b_rest
+    tl.store(p_grad_normaliser + i_row * width + i_d, b_dn, mask=m_d)
+
+
+def _vectors(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and the tile of kernels over ``rows`` vectors."""
+    block_d = min(tile(width), 128)
+    return (rows, blocks(width, block_d)), {"block_d": block_d}
+
+
+def _matrices(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and the tile of kernels over ``count`` square matrices."""
+    block_c = tile(width)
+    block_r = max(1, min(block_c, _TILE // block_c))
+    return (count, blocks(width, block_r)), {"block_r": block_r, "block_c": block_c}
+
+
+def _zeros_after(steps: int, x: Tensor) -> Tensor:
+    """Allocate the gradient of x (R, reads, …), with zeros for the slots that do not enter."""
+    room = torch.empty_like(x)
+    room[:, max(steps - 1, 0) :].zero_()
+    return room
+
+
+@custom_op("memory_factors_backward")
+def factors_gradient(
+    grad_a: Tensor | None, grad_rho: Tensor | None, grad_last: Tensor | None, first_keys: Tensor, weights: Tensor,
+    keys: Tensor, resets: Tensor, rho: Tensor, share: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the normaliser, of weight and keys of slot 0, and of weights and keys of the others."""
+    rows, reads, width = weights.shape
+    steps = rho.shape[1]
+    grad_a = rho.new_zeros(rows, steps, width, width) if grad_a is None else grad_a
+    grad_rho = torch.zeros_like(rho) if grad_rho is None else grad_rho
+    grad_last = weights.new_zeros(rows, width) if grad_last is None else grad_last.contiguous()
+    allocate = torch.empty_like if steps else torch.zeros_like
+    g, by_first_keys, by_keys = torch.empty_like(rho), allocate(first_keys), _zeros_after(steps, keys)
+    if steps:
+        tensors: dict[str, Any] = dict(
+            p_first=first_keys, p_keys=keys, p_rho=rho, p_resets=resets, p_grad_a=grad_a.contiguous(),
+            p_grad_rho=grad_rho.contiguous(), p_grad_first=by_first_keys, p_grad_keys=by_keys, p_g=g, steps=steps,
+            reads=reads, heads=rows // len(resets), width=width,
+        )  # fmt: skip
+        grid, tiles = _matrices(rows * steps, width)
+        Launch(_factor_backward_kernel, grid, tensors | tiles, warps=4).run()
+    by_normaliser, by_weight = torch.empty_like(grad_last), allocate(grad_last)
+    by_weights = _zeros_after(steps, weights)
+    tensors = dict(
+        p_g=g, p_share=share, p_grad_last=grad_last, p_grad_normaliser=by_normaliser, p_grad_first=by_weight,
+        p_grad_weights=by_weights, steps=steps, reads=reads, width=width,
+    )  # fmt: skip
+    grid, tiles = _vectors(rows, width)
+    Launch(_normalise_backward_kernel, grid, tensors | tiles, warps=4).run()
+    return by_normaliser, by_weight, by_first_keys, by_weights, by_keys
+
+
+def _keep_factors(ctx, inputs, output):
+    _, _, first_keys, weights, keys, resets, _ = inputs
+    _, rho, _, share = output
+    ctx.mark_non_differentiable(share)
+    ctx.save_for_backward(first_keys, weights, keys, resets, rho, share)
+    ctx.set_materialize_grads(False)
+
+
+def _pass_back_factors(ctx, grad_a, grad_rho, grad_last, _):
+    return *factors_gradient(grad_a, grad_rho, grad_last, *ctx.saved_tensors), None, None
+
+
+@custom_op("memory_factors", _pass_back_factors, _keep_factors)
+def factors(
+    normaliser: Tensor, first_weight: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor, resets: Tensor,
+    steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute A and ρ of the first ``steps`` slots, for R rows (batch rows × heads).
+
+    Args:
+        normaliser: N_0, (R, key); first_weight, first_keys: w_0 and K_0, (R, key) and (R, key, key).
+        weights, keys: from slot 1 on, (R, reads, key) and (R, reads, key, key), reads ≥ steps − 1. All
+            float32 and contiguous.
+        resets: (B, reads + 1) bool, each row shared by R / B heads.
+
+    Returns:
+        A, (R, steps, key, key); ρ, (R, steps, key); N_steps, (R, key); the share of w in N, for the backward pass.
+    """
+    rows, reads, width = weights.shape
+    rho, share = weights.new_empty(rows, steps, width), weights.new_empty(rows, steps, width)
+    a, last = weights.new_empty(rows, steps, width, width), torch.empty_like(normaliser)
+    sizes = dict(p_resets=resets, steps=steps, reads=reads, heads=rows // len(resets), width=width)
+    tensors: dict[str, Any] = dict(
+        p_normaliser=normaliser, p_first=first_weight, p_weights=weights, p_rho=rho, p_share=share, p_last=last
+    )
+    grid, tiles = _vectors(rows, width)
+    Launch(_normalise_kernel, grid, tensors | sizes | tiles, warps=4).run()
+    if steps:
+        tensors = dict(p_first=first_keys, p_keys=keys, p_rho=rho, p_a=a)
+        grid, tiles = _matrices(rows * steps, width)
+        Launch(_factor_kernel, grid, tensors | sizes | tiles, warps=4).run()
+    return a, rho, last, share
