@@ -5,8 +5,7 @@ per token describes them: the position at which its document started. A key belo
 query exactly if it does not lie before that position.
 
 ``ContextExchange`` is the interface through which operators receive data from the ranks that hold earlier tokens of the
-same rows. ``gecko.parallel.context`` implements it. On one device there is no exchange. The state that an operator goes
-on from is ``Pending``: on one device it is ``Ready``, between ranks it is ``Arriving``.
+same rows. ``gecko.parallel.context`` implements it. On one device there is no exchange.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,35 +22,9 @@ from torch import Tensor
 from gecko.runtime.tensors import TensorRecord, to_device
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Protocol[T_co]):
-    """Value that may still be on its way."""
-
-    def wait(self) -> T_co:
-        """Wait for the value and return it. Every rank must call this exactly once, and use all of its tensors."""
-
-
-@dataclass
-class Ready(Generic[T]):
-    """Value that is there already."""
-
-    value: T
-
-    def wait(self) -> T:
-        return self.value
-
-
-@dataclass
-class Arriving(Generic[T]):
-    """Value that ``receive`` computes from the tensors that arrive."""
-
-    tensors: Pending[list[Tensor]]
-    receive: Callable[[list[Tensor]], T]
-
-    def wait(self) -> T:
-        return self.receive(self.tensors.wait())
+Pending = Callable[[], T]
+"""Waits for a value that may still be on its way from other ranks, and returns it. Every rank must call it exactly
+once, and use all tensors of the value."""
 
 
 class ContextExchange(Protocol):

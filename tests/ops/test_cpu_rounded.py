@@ -12,7 +12,7 @@ from support.native_agreement import calls, needs_compiler, normal, on_two_threa
 from torch import Tensor, nn
 
 import gecko
-from gecko.layers.linear import project
+from gecko.layers import project
 from gecko.ops.backends import cpu as native
 from gecko.ops.backends import cpu as panels
 from gecko.ops.backends import dispatch as kernels

@@ -20,7 +20,7 @@ from gecko.hf.cache import CACHE, GeckoCache, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
 from gecko.io.model_folder import TIED, stored_weight
-from gecko.layers.linear import is_bare
+from gecko.layers import is_bare
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package
 from gecko.ops.loss import IGNORED, linear_cross_entropy

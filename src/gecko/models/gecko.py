@@ -21,10 +21,8 @@ from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fingerprint, read_folder, write_folder
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.io.tensors import fitted, float_dtype
-from gecko.layers.cema import CEMA
+from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm, block_norm, embedding_, is_bare, project
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.layers.linear import FeedForward, embedding_, is_bare, project
-from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm, block_norm
 from gecko.ops.common import content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.runtime.tensors import meta_device, to_device

@@ -28,7 +28,7 @@ from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
 from gecko.parallel.p2p import Contexts, P2PGroup
 from gecko.runtime.tensors import to_device
-from gecko.segments import Arriving, Clock, Pending, Segments
+from gecko.segments import Clock, Pending, Segments
 from gecko.state import GeckoState
 
 _FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
@@ -280,7 +280,12 @@ class _RankExchange:
         nearest, all_later, near = [1], range(1, self.line.size), len(to_next)
         distances = [*([nearest] * near), *([all_later] * len(to_later))]
         sent = self.line.send([*to_next, *to_later], distances)
-        return Arriving(sent, lambda arrived: [*(x[0] for x in arrived[:near]), *arrived[near:]])
+
+        def receive() -> list[Tensor]:
+            arrived = sent.wait()
+            return [*(x[0] for x in arrived[:near]), *arrived[near:]]
+
+        return receive
 
     def keeping(self, contexts: Contexts) -> Contexts:
         return self.line.keeping(contexts)

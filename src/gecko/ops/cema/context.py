@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gecko.ops.cema import CEMACoefficients, cema
-from gecko.segments import Arriving, Pending, Ready, Segments
+from gecko.segments import Pending, Segments
 
 
 def cema_state_before(
@@ -20,16 +20,17 @@ def cema_state_before(
     """
     exchange = segments.exchange
     if exchange is None:
-        return Ready(state)
+        return lambda: state
     filters = coefficients()
 
-    def receive(arrived: list[Tensor]) -> Tensor:
+    def receive() -> Tensor:
         """Decay the state of each earlier rank over the tokens of the ranks between."""
-        (ends,) = arrived
+        (ends,) = arriving()
         between = x.shape[1] * torch.arange(len(ends), device=ends.device).view(-1, 1, 1)
         kept = torch.view_as_complex(ends) * filters.decay(between).unsqueeze(1)
         earlier = torch.view_as_real((kept * (exchange.counts > 0)[..., None, None]).sum(0))
         return earlier if state is None else state + earlier
 
     _, end = cema(x, filters, state, segments=segments)
-    return Arriving(exchange.send(to_later=[end]), receive)
+    arriving = exchange.send(to_later=[end])
+    return receive
