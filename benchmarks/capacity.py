@@ -93,7 +93,7 @@ class DeltaNet(GatedAttention):
     def mix(self, projections: tuple[Tensor, ...], v: Tensor, gates: Any, before: Any, segments: Any) -> Any:
         gates, *rates = gates
         read = delta_rule(*(F.normalize(x, dim=-1) for x in projections[2:]), v, *rates)
-        held = before().attention
+        held, _ = before()
         attended, attention = chunk_attention(*projections[:2], v, self.pattern, state=held, segments=segments)
         return self.gated(attended, read, gates, segments), attention, None
 

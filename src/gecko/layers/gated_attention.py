@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,18 +38,10 @@ class MixerState(TensorRecord):
     convolution: Tensor | None = None
 
 
-class Heads(NamedTuple):
-    """States of the operators on heads, before the first token of a call."""
-
-    attention: AttentionState | None
-    memory: WorkingMemoryState | None
-
-
-class Gates(NamedTuple):
-    """Gates before their activations: of the output (B, T, value_dim), and between attention and memory."""
-
-    output: Tensor | None
-    memory: Tensor | None
+Heads = tuple[AttentionState | None, WorkingMemoryState | None]
+"""States of attention and memory before the first token of a call."""
+Gates = tuple[Tensor | None, ...]
+"""Gates before their activations: of the output (B, T, value_dim), and between attention and memory."""
 
 
 class GatedAttention(nn.Module):
@@ -188,7 +179,7 @@ class GatedAttention(nn.Module):
         else:
             terms, found = project_onto((x,), mx, *layers, self.to_hidden)
         each = iter(found[len(first) :])
-        return found[: len(first)], Gates(*(None if layer is None else next(each) for layer in gates)), terms
+        return found[: len(first)], tuple(None if layer is None else next(each) for layer in gates), terms
 
     def before(
         self, projections: tuple[Tensor, ...], z: Tensor, v: Tensor, state: MixerState | None, segments: Segments
@@ -200,27 +191,23 @@ class GatedAttention(nn.Module):
         computes the keys of attention and memory from z, and the summary of the chunk: that is fewer bytes than to send
         them.
         """
-        own = Heads(None, None) if state is None else Heads(state.attention, state.memory)
+        held, memory = (None, None) if state is None else (state.attention, state.memory)
         exchange, rule, chunk, pattern = segments.exchange, self.config.memory, self.config.chunk_size, self.pattern
         # The state holds two chunks: without lookback attention needs the chunk only if a rank has a single one.
         unneeded = pattern.lookback == 0 and pattern.sinks == 0 and segments.length > chunk
         if exchange is None or (rule == "none" and unneeded):
-            return lambda: own
-        last, weights, memory, sinks = [z[:, -chunk:], v[:, :, -chunk:]], [], own.memory, []
+            return lambda: (held, memory)
+        last, weights, sinks = [z[:, -chunk:], v[:, :, -chunk:]], [], []
         if pattern.sinks:
-            held = None if own.attention is None else own.attention.sinks
-            after = sinks_after(pattern, segments, projections[1], v, held)
+            after = sinks_after(pattern, segments, projections[1], v, None if held is None else held.sinks)
             sinks = [after.keys, after.values]
         count = len(sinks)  # what is received must not keep what is sent alive
         if rule != "none":
             k = projections[3]
-            batch, heads, _, key_dim = k.shape
-            memory = memory or WorkingMemoryState.empty(
-                rule, batch, heads, key_dim, v.shape[-1], compute_dtype(k), v.device
-            )
+            sizes = *k.shape[:2], k.shape[-1], v.shape[-1]
+            memory = memory or WorkingMemoryState.empty(rule, *sizes, compute_dtype(k), v.device)
             weights = [chunk_weights(rule, chunk, k, memory, segments)]
-
-        arriving = exchange.send(to_next=last, to_later=[*sinks, *weights])
+        arriving = exchange.send(last, [*sinks, *weights])
 
         def receive() -> Heads:
             before_z, values, *earlier = arriving()
@@ -229,11 +216,11 @@ class GatedAttention(nn.Module):
                 _, key, *of_memory = self.queries_and_keys((before_z,))
             else:
                 key, of_memory = self.key(before_z), [by_head(before_z, self.config.num_key_value_heads)]
-            attention = state_before(own.attention, [key, values, *of_sinks], pattern, segments, exchange)
+            attention = state_before(held, [key, values, *of_sinks], pattern, segments, exchange)
             if rule == "none" or memory is None:
-                return Heads(attention, None)
+                return attention, None
             given = memory, earlier[0], of_memory[-1], values
-            return Heads(attention, memory_state_before(rule, chunk, *given, segments, exchange))
+            return attention, memory_state_before(rule, chunk, *given, segments, exchange)
 
         return receive
 
@@ -241,9 +228,9 @@ class GatedAttention(nn.Module):
         self, projections: tuple[Tensor, ...], v: Tensor, gates: Gates, before: Pending[Heads], segments: Segments
     ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:
         """Return gated attention plus memory, (B, T, value_dim), and their states after the last token."""
-        (q, k, *of_memory), states = projections, before()
-        recalled = self.recall(of_memory, v, states.memory, segments)
-        attended, attention = chunk_attention(q, k, v, self.pattern, state=states.attention, segments=segments)
+        (q, k, *of_memory), (held, memory) = projections, before()
+        recalled = self.recall(of_memory, v, memory, segments)
+        attended, attention = chunk_attention(q, k, v, self.pattern, state=held, segments=segments)
         reads = [wait() for wait in recalled]
         read = None
         if reads:  # query head i · shared + j is head i of read j
@@ -262,11 +249,11 @@ class GatedAttention(nn.Module):
 
     def gated(self, attended: Tensor, read: Tensor | None, gates: Gates, segments: Segments) -> Tensor:
         """Return attention and memory, (B, H, T, value_head_dim) each, joined and gated, (B, T, value_dim)."""
-        config, gate = self.config, gates.output
+        config, (gate, memory_gate) = self.config, gates
         if read is not None and self.memory_factor is not None:
             read = read * self.memory_factor.view(-1, 1, 1).to(read.dtype)
-        if read is not None and gates.memory is not None:
-            share = by_head(gates.memory.sigmoid(), config.num_heads)
+        if read is not None and memory_gate is not None:
+            share = by_head(memory_gate.sigmoid(), config.num_heads)
             share = share * segments.shared(("readable", config.chunk_size), partial(_readable, config.chunk_size))
             share = share.repeat_interleave(config.value_head_dim // config.memory_gate_channels, -1).to(read.dtype)
             attended, read = attended + share * (read - attended), None

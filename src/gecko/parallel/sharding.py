@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gecko.config import PAPER, GeckoConfig
 from gecko.layers import CEMA, FeedForward, linear, project
-from gecko.layers.gated_attention import GatedAttention, Gates, Heads, MixerState
+from gecko.layers.gated_attention import GatedAttention, Heads, MixerState
 from gecko.models import LanguageModel
 from gecko.models.gecko import Block, Gecko
 from gecko.runtime.tensors import map_tensors
@@ -205,8 +205,8 @@ class ShardedMixer(GatedAttention):
         v = self.values(xn)
         z, gate = project(mx, self.to_shared, self.to_gate)
         (y,) = project(ranks.part(mx, -1).contiguous(), self.to_hidden, onto=ranks.once(x))
-        before = Heads(None, None) if state is None else Heads(state.attention, state.memory)
-        out, attention, memory = self.mix(self.queries_and_keys((z,)), v, Gates(gate, None), lambda: before, segments)
+        before: Heads = (None, None) if state is None else (state.attention, state.memory)
+        out, attention, memory = self.mix(self.queries_and_keys((z,)), v, (gate, None), lambda: before, segments)
         (y,) = project(out, self.to_output, onto=y)
         return ranks.all_reduce(y), MixerState(norm, moving, attention, memory)
 

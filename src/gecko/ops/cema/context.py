@@ -32,5 +32,5 @@ def cema_state_before(
         return earlier if state is None else state + earlier
 
     _, end = cema(x, filters, state, segments=segments)
-    arriving = exchange.send(to_later=[end])
+    arriving = exchange.send((), [end])
     return receive

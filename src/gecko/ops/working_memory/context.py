@@ -40,7 +40,7 @@ def start_working_memory(
         factor, term = entered.affine_map().split([k.shape[-1], v.shape[-1]], dim=-1)
 
     # The term, most of the bytes, travels in the dtype of v. On a GPU memories are rounded to it when read.
-    arriving = exchange.send(to_later=[factor, term.to(v.dtype)])
+    arriving = exchange.send((), [factor, term.to(v.dtype)])
 
     def receive() -> tuple[Tensor, WorkingMemoryState]:
         factors, terms = arriving()
