@@ -124,10 +124,8 @@ _BASE = 6_364_136_223_846_793_005
 
 
 def _digest(ids: Tensor, text: Tensor, before: Tensor | None = None) -> Tensor:
-    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0.
-
-    So it does not depend on how a text was divided into calls, nor on padding.
-    """
+    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0, so that
+    it does not depend on padding, nor on how a text was divided into calls."""
     counts = text.long().cumsum(1)
     powers = torch.full_like(counts, _BASE).pow(counts[:, -1:] - counts)
     added = ((ids.long() + 1) * powers).masked_fill(~text, 0).sum(1)
@@ -267,10 +265,7 @@ class PaddedBatch:
 
     def targets(self, labels: Tensor, ignored: int, *, shifted: bool = False) -> Tensor:
         """Return the target of every token (B, T): the label of the next text of its row and document, or ``ignored``.
-
-        Args:
-            labels: (B, T), of the tokens themselves, or if ``shifted`` of the tokens after them.
-        """
+        ``labels`` (B, T) are of the tokens themselves, or if ``shifted`` of the tokens after them."""
         if labels.shape != self.shape:
             raise ValueError(f"labels must have the shape of input_ids, {self.shape}; got {tuple(labels.shape)}.")
         following = self._following()

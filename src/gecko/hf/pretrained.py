@@ -83,11 +83,8 @@ class GeckoPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load parameters whose names have this model's prefix, or are those of a ``Gecko``.
-
-        ``Trainer`` resumes with ``load_state_dict(strict=False)``, which ignores unknown names. Therefore this method
-        reports an error if a ``Gecko``'s parameter is not in this model, or if no name is known at all.
-        """
+        """Load parameters whose names have this model's prefix, or are those of a ``Gecko``. ``Trainer`` resumes with
+        ``strict=False``, so report an error if a ``Gecko``'s parameter is not in this model, or if no name is known."""
         parts, own = tuple(prefix + part for part in _PARTS), prefix + self._to_gecko
         renamed = {name: own + name.removeprefix(prefix) for name in state_dict if name.startswith(parts)}
         for name, new in renamed.items():
@@ -184,7 +181,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
             return
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         self._check_weights(weights)
-        config = copy.deepcopy(self.config)
+        config: Any = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.dtype = str(self.dtype).removeprefix("torch.")
         head, embedding = (self._to_gecko + name for name in TIED)

@@ -204,8 +204,9 @@ class GatedAttention(nn.Module):
         count = len(sinks)  # what is received must not keep what is sent alive
         if rule != "none":
             k = projections[3]
-            sizes = *k.shape[:2], k.shape[-1], v.shape[-1]
-            memory = memory or WorkingMemoryState.empty(rule, *sizes, compute_dtype(k), v.device)
+            batch, heads, _, key_dim = k.shape
+            given = batch, heads, key_dim, v.shape[-1], compute_dtype(k), v.device
+            memory = memory or WorkingMemoryState.empty(rule, *given)
             weights = [chunk_weights(rule, chunk, k, memory, segments)]
         arriving = exchange.send(last, [*sinks, *weights])
 

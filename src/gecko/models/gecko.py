@@ -1,7 +1,5 @@
-"""The Gecko language model (Ma et al., 2026): embedding, blocks, final norm, head.
-
-``check_tokens``, ``trained_targets`` and ``run_block`` serve every architecture.
-"""
+"""The Gecko language model (Ma et al., 2026), and three functions that serve every architecture: ``check_tokens``,
+``trained_targets`` and ``run_block``."""
 
 from __future__ import annotations
 
@@ -135,10 +133,8 @@ class Gecko(nn.Module):
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return ``loss`` of tokens that follow ``state``, and the state after them, which has gradients too.
-
-        Gradients do not reach the calls that returned ``state`` if its tensors are detached.
-        """
+        """Return ``loss`` of tokens that follow ``state``, and the state after them, which has gradients too. They do
+        not reach the calls that returned ``state`` if its tensors are detached."""
         hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
         return self._mean_loss(hidden, targets, context), state
 
@@ -283,11 +279,8 @@ class Gecko(nn.Module):
 
 
 def sharing_parameters(model: Gecko, added: Mapping[str, nn.Parameter] | None = None, **changes: Any) -> Gecko:
-    """Return a model with the parameters of ``model``, not copies of them, and with some fields of its config changed.
-
-    It is in evaluation mode. ``added`` are the parameters that only the new config has; those that it does not have are
-    left out.
-    """
+    """Return a model, in evaluation mode, with the parameters of ``model``, not copies, and some fields of its config
+    changed. ``added`` are the parameters that only the new config has; those that it does not have are left out."""
     with meta_device():
         other = Gecko(dataclasses.replace(model.config, **changes))
     weights = {**model.state_dict(keep_vars=True), **(added or {})}
@@ -334,10 +327,8 @@ def run_block(
     mode: ActivationCheckpointing, block: nn.Module, *inputs: Any, exchange: ContextExchange | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``.
-
-    What arrives from other ranks through ``exchange`` is kept: the recomputation does not communicate.
-    """
+    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``, but
+    not what arrived from other ranks through ``exchange``."""
     if mode == "none" or not torch.is_grad_enabled():
         return block(*inputs, **options)
     kept = partial(create_selective_checkpoint_contexts, _PROJECTIONS) if mode == "selective" else noop_context_fn

@@ -125,11 +125,8 @@ class KeyValues:
 
 
 class Llama(nn.Module):
-    """Llama language model; its parameters have the names of transformers. It needs the extra ``hf``.
-
-    ``activation_checkpointing``, ``sharded``, ``z_loss`` and ``float32_layers`` are as in
-    ``gecko.models.gecko.Gecko``.
-    """
+    """Llama language model; its parameters have the names of transformers. It needs the extra ``hf``. Attributes are as
+    in ``gecko.models.gecko.Gecko``."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -281,10 +278,8 @@ class _Appending:
 
 
 class _Documents:
-    """Lengths of the documents of a call in tokens, row after row. None if every row is one document.
-
-    The list is wrapped in a class because a compiled block would specialise on the contents of a list.
-    """
+    """Lengths of the documents of a call, row after row; None if every row is one document. It is a class because a
+    compiled block would specialise on the contents of a list."""
 
     def __init__(self, segments: Segments) -> None:
         self.lengths = None if segments.starts is None else [span.length for span in segments.spans]
