@@ -49,17 +49,14 @@ class GeckoState(TensorRecord):
         cls, config: GeckoConfig, batch: int = 1, *, model: str = "",
         dtype: torch.dtype = torch.float32, value_dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
     ) -> GeckoState:  # fmt: skip
-        """Return the initial state. The values in the attention window have ``value_dtype``, by default ``dtype``.
-
-        Layers share its tensors.
-        """
+        """Return the initial state. The values in the attention window have ``value_dtype``, by default ``dtype``."""
         heads, key_dim, value_dim = config.num_key_value_heads, config.key_head_dim, config.value_head_dim
         sizes = heads, config.chunk_size, key_dim, value_dim
         window = AttentionState.empty(batch, *sizes, dtype, device, sinks=config.sinks)
         window = window.to(*(torch.bfloat16,) * 2 if config.bfloat16_window else (dtype, value_dtype or dtype))
-        norm = average = memory = convolution = None
+        norm = final_norm = average = memory = convolution = None
         if config.norm == "timestep":
-            norm = TimestepNormState.empty(batch, config.timestep_groups, dtype, device)
+            norm, final_norm = (TimestepNormState.empty(batch, config.timestep_groups, dtype, device) for _ in range(2))
         if config.local_mixing == "cema":
             average = torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device)
         if config.memory != "none":
@@ -68,7 +65,7 @@ class GeckoState(TensorRecord):
             channels = config.key_dim + heads * (key_dim + value_dim)
             convolution = torch.zeros(batch, config.convolution_width - 1, channels, dtype=dtype, device=device)
         mixer = MixerState(norm, average, window, memory, convolution)
-        return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, norm)
+        return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, final_norm)
 
     @property
     def batch_size(self) -> int:
