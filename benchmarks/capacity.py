@@ -42,6 +42,7 @@ from gecko.eval.synthetic import SyntheticBatch, TaskSize, generator_of, hits_by
 from gecko.inference.prefill import inference
 from gecko.layers.gated_attention import GatedAttention
 from gecko.models import Gecko
+from gecko.ops.chunk_attention import chunk_attention
 from gecko.ops.loss import IGNORED
 from gecko.runtime.process import keep_freed_memory
 from gecko.train.capture import CapturedGradients
@@ -92,7 +93,8 @@ class DeltaNet(GatedAttention):
     def mix(self, projections: tuple[Tensor, ...], v: Tensor, gates: Any, before: Any, segments: Any) -> Any:
         gates, *rates = gates
         read = delta_rule(*(F.normalize(x, dim=-1) for x in projections[2:]), v, *rates)
-        attended, attention = self.attend(projections, v, before.wait().attention, segments)
+        held, _ = before()
+        attended, attention = chunk_attention(*projections[:2], v, self.pattern, state=held, segments=segments)
         return self.gated(attended, read, gates, segments), attention, None
 
 

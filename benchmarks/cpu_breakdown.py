@@ -28,9 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from training import step_of
 
 import gecko
-from gecko.layers.cema import CEMA
-from gecko.layers.linear import FeedForward
-from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm
+from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm
 from gecko.runtime.process import keep_freed_memory
 from gecko.train.throughput import flops_per_token, multiplies_bfloat16
 

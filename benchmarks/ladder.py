@@ -43,7 +43,7 @@ from scipy import stats
 from tables import DEVICE, WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
 from torch import nn
 
-from gecko.layers.linear import embedding_, linear
+from gecko.layers import embedding_, linear
 from gecko.models import LanguageModel, Llama, build_model, load_any
 from gecko.recipes import get_recipe
 

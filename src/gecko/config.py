@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -86,8 +87,7 @@ class Architecture:
 class GeckoConfig(Architecture):
     """Architecture of a Gecko or of a related model (Megalodon is a preset).
 
-    Widths are totals over heads. ``docs/notation.md`` maps every field to the paper and to the
-    reference release.
+    Widths are totals over heads. ``docs/notation.md`` maps every field to the paper and to the reference release.
     """
 
     vocab_size: Size
@@ -201,7 +201,6 @@ class GeckoConfig(Architecture):
         if betas is not None and not pair:
             raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {betas!r}.")
         check(self)
-        self._check_divisible()
         self._check_groups()
         self._check_rotary()
         self._check_shared_heads()
@@ -244,26 +243,23 @@ class GeckoConfig(Architecture):
         known = {field.name for field in dataclasses.fields(cls)}
         return cls.from_dict({name: value for name, value in fields.items() if name in known})
 
-    def _check_divisible(self) -> None:
+    def _check_groups(self) -> None:
+        """Check that groups and heads divide widths, and that a group has at least 2 features."""
         for whole, part in (("key_dim", "num_heads"), ("value_dim", "num_heads"),
                             ("model_dim", "timestep_groups"), ("model_dim", "norm_groups")):  # fmt: skip
-            total, count = getattr(self, whole), getattr(self, part)
-            if total % count:
-                fitting = [
-                    n for n in _divisors(total) if part not in ("timestep_groups", "norm_groups") or 2 * n <= total
-                ]
-                near = min(fitting or [1], key=lambda n: abs(n - count))
-                raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
-
-    def _check_groups(self) -> None:
-        """Check that groups have at least 2 features. One feature has variance only over time (cumulative norm)."""
-        for name in ("norm_groups",) if self.timestep_betas is None else ("timestep_groups", "norm_groups"):
-            if getattr(self, name) == self.model_dim:
-                near = max((n for n in _divisors(self.model_dim) if n < self.model_dim), default=1)
+            total, count, grouped = getattr(self, whole), getattr(self, part), part.endswith("_groups")
+            # In the cumulative norm, one feature has variance over time.
+            alone = grouped and count == total and (part == "norm_groups" or self.timestep_betas is not None)
+            if total % count == 0 and not alone:
+                continue
+            fitting = [n for n in _divisors(total) if not grouped or 2 * n <= total]
+            near = min(fitting or [1], key=lambda n: abs(n - count))
+            if alone:
                 raise ValueError(
-                    f"{name} must leave at least 2 features to a group, which is divided by their deviation; "
-                    f"got {self.model_dim} for {self.model_dim}. Try {name}={near}."
+                    f"{part} must leave at least 2 features to a group, which is divided by their deviation; "
+                    f"got {total} for {total}. Try {part}={near}."
                 )
+            raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
 
     def _check_rotary(self) -> None:
         heads = self.num_rope_heads
@@ -273,7 +269,6 @@ class GeckoConfig(Architecture):
         if heads and self.key_head_dim % 2:
             raise ValueError(f"rotary embedding turns pairs of features, so key_dim / num_heads must be even; "
                              f"got {self.key_head_dim}. Change key_dim, or set rope_heads=0.")  # fmt: skip
-
         given = self.rope_frequencies
         if given is not None and (
             2 * len(given) != self.key_head_dim or not all(_is_real(x) and 0 <= x < math.inf for x in given)
@@ -286,34 +281,31 @@ class GeckoConfig(Architecture):
         heads, own = self.num_heads, self.num_key_value_heads
         if heads % own:
             raise ValueError(f"key_value_heads must divide num_heads; got {own} and {heads}. Try {heads}.")
-        if self.queries_and_keys == "shared":
-            own_fields = ("query_key_bias", "query_key_norm", "key_value_heads", "convolution_width")
-            self.refuse(own_fields, "queries_and_keys=shared")
-        else:
-            self.refuse(("memory_key_length", "unit_vectors"), "queries_and_keys=separate")
-        if self.memory == "none":
-            self.refuse(("memory_gate_channels", "memory_factor"), "memory=none")
-        if self.local_mixing == "none":
-            self.refuse(("cema_expansion",), "local_mixing=none")
-        if self.gate == "none":
-            self.refuse(("gate_activation", "gate_bias"), "gate=none")
-        if self.memory_gate_channels and self.value_head_dim % self.memory_gate_channels:
-            raise ValueError(
-                f"memory_gate_channels must divide value_dim / num_heads={self.value_head_dim}; "
-                f"got {self.memory_gate_channels}."
-            )
+        for setting, fields in _WITHOUT.items():
+            name, value = setting.split("=")
+            if getattr(self, name) == value:
+                self.refuse(fields, setting)
+        width, gates = self.value_head_dim, self.memory_gate_channels
+        if gates and width % gates:
+            raise ValueError(f"memory_gate_channels must divide value_dim / num_heads={width}; got {gates}.")
         if own != heads and self.num_rope_heads not in (0, heads):
-            raise ValueError(
-                f"key_value_heads={own} of {heads} heads must have rope_heads None or 0; got {self.rope_heads}."
-            )
+            given = self.rope_heads
+            raise ValueError(f"key_value_heads={own} of {heads} heads must have rope_heads None or 0; got {given}.")
         if self.sinks > self.chunk_size:
             raise ValueError(f"sinks must be at most chunk_size={self.chunk_size}; got {self.sinks}.")
 
 
-_FIELDS = dataclasses.fields(GeckoConfig)
-PAPER: dict[str, Any] = {
-    field.name: field.default for field in _FIELDS[[field.name for field in _FIELDS].index("queries_and_keys") :]
+_WITHOUT = {
+    "queries_and_keys=shared": ("query_key_bias", "query_key_norm", "key_value_heads", "convolution_width"),
+    "queries_and_keys=separate": ("memory_key_length", "unit_vectors"),
+    "memory=none": ("memory_gate_channels", "memory_factor"),
+    "local_mixing=none": ("cema_expansion",),
+    "gate=none": ("gate_activation", "gate_bias"),
 }
+"""Fields that must have their defaults with a setting."""
+
+_LATER = dropwhile(lambda field: field.name != "queries_and_keys", dataclasses.fields(GeckoConfig))
+PAPER: dict[str, Any] = {field.name: field.default for field in _LATER}
 """Fields of Llamas and of later designs, with the values that make the paper's model."""
 
 

@@ -30,6 +30,7 @@ import reprlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -76,10 +77,8 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """Metadata of a field that a function converts: ``by(value, name, texts)``, with the arguments of ``convert``.
-
-    It raises FieldError, and returns what it has made itself.
-    """
+    """Metadata of a field that a function converts: ``by(value, name, texts)``, with the arguments of ``convert``. It
+    raises FieldError, and returns what it has made itself."""
 
     by: Callable[[Any, str, bool], Any]
 
@@ -112,7 +111,7 @@ def build(kind: type[T], values: Mapping[str, Any], prefix: str = "", *, texts: 
         ValueError: fields do not fit each other.
     """
     hints = field_types(kind)  # type: ignore[arg-type]
-    noun = _noun(kind)
+    noun = re.findall("[A-Z][a-z0-9]*", kind.__name__)[-1].lower()
     for name in values:
         if name not in hints:
             known = [prefix + known for known in hints]
@@ -213,27 +212,14 @@ def _listed(text: str | None) -> list[str]:
 
 
 def _scalar(value: Any, kind: type, name: str, texts: bool) -> Any:
-    given = _from_text(value, kind) if texts and isinstance(value, str) else value
-    if isinstance(given, (int, float) if kind is float else kind) and (kind is bool or not isinstance(given, bool)):
-        try:
+    given = value
+    with suppress(KeyError, ValueError, OverflowError):  # the last of a whole number that no float holds
+        if texts and isinstance(value, str) and kind is not str:
+            digits = value.strip().replace("_", "")
+            given = _WORDS[digits.lower()] if kind is bool else kind(digits)
+        if isinstance(given, (int, float) if kind is float else kind) and (kind is bool or not isinstance(given, bool)):
             return kind(given)
-        except OverflowError:  # a whole number that no float holds
-            pass
     raise FieldError(f"{name} {_KINDS[kind]}; got {_SHOWN.repr(value)}.", name)
-
-
-def _from_text(text: str, kind: type) -> Any:
-    """Return the value that a text means; the text itself if it means none of this kind."""
-    digits = text.strip().replace("_", "")
-    try:
-        return text if kind is str else _WORDS[digits.lower()] if kind is bool else kind(digits)
-    except (KeyError, ValueError):
-        return text
-
-
-def _noun(kind: type) -> str:
-    """Return what messages call a record: the last word of its class's name."""
-    return re.findall("[A-Z][a-z0-9]*", kind.__name__)[-1].lower()
 
 
 def option(default: Any = None, *flags: str, unit: int = 1, reads: bool = False, **shown: Any) -> Any:

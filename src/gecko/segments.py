@@ -1,12 +1,8 @@
-"""Document layout of one call, position of the call in the stream, and the interface of context exchange.
+"""Document layout of one call, position of the call in the stream, and the exchange with ranks that share its rows.
 
 ``Segments`` is computed once per call on the host and passed to every layer. Documents are contiguous, so one number
 per token describes them: the position at which its document started. A key belongs to the same document as a later
 query exactly if it does not lie before that position.
-
-``ContextExchange`` is the interface through which operators receive data from the ranks that hold earlier tokens of the
-same rows. ``gecko.parallel.context`` implements it. On one device there is no exchange. The state that an operator goes
-on from is ``Pending``: on one device it is ``Ready``, between ranks it is ``Arriving``.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,39 +19,14 @@ from torch import Tensor
 from gecko.runtime.tensors import TensorRecord, to_device
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+Pending = Callable[[], T]
+"""Waits for a value that may still be on its way from other ranks, and returns it. Every rank must call it exactly
+once, and use all tensors of the value."""
 
 
-class Pending(Protocol[T_co]):
-    """Value that may still be on its way."""
-
-    def wait(self) -> T_co:
-        """Wait for the value and return it. Every rank must call this exactly once, and use all of its tensors."""
-
-
-@dataclass
-class Ready(Generic[T]):
-    """Value that is there already."""
-
-    value: T
-
-    def wait(self) -> T:
-        return self.value
-
-
-@dataclass
-class Arriving(Generic[T]):
-    """Value that ``receive`` computes from the tensors that arrive."""
-
-    tensors: Pending[list[Tensor]]
-    receive: Callable[[list[Tensor]], T]
-
-    def wait(self) -> T:
-        return self.receive(self.tensors.wait())
-
-
-class ContextExchange(Protocol):
-    """Exchange of one call among R ranks that hold consecutive, equally long runs of whole chunks.
+@dataclass(frozen=True)
+class ContextExchange:
+    """Exchange of one call among R ranks that hold consecutive, equally long runs of whole chunks; one device has none.
 
     Each rank sends what later ranks need to know about its tokens, computes its initial state from what it receives,
     and then runs the operators as a single device does from that state. Without the other ranks, the initial state is
@@ -63,31 +34,21 @@ class ContextExchange(Protocol):
     same operations, and in the backward pass all ranks run the same exchanges in reverse order.
     """
 
-    @property
-    def first(self) -> bool:
-        """Return whether this is rank 0."""
-
-    @property
-    def counts(self) -> Tensor:
-        """(R − 1, B) int64: tokens on the rank i + 1 places before this one that belong to the document that is open
-        just before this rank's first token. Rank 0 includes the tokens of earlier calls."""
-
-    @property
-    def chunks_reach(self) -> Tensor:
-        """(R − 1, B, 2) bool: whether documents of earlier ranks reach this one. [i, b, j]: the document at the
-        end of the second to last (j = 0) or last (j = 1) chunk of row b of the rank i + 1 places before is still open
-        in the second to last chunk before this rank's first."""
-
-    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
-        """Send tensors to the next rank and to all later ranks, in one batch.
-
-        The pending tensors are, in the same order, those of the previous rank, and those of all earlier ranks,
-        (R − 1, …), the nearest first.
-        """
-
-    def keeping(self, contexts: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``contexts``, which are those of a checkpointed forward pass and of its recomputation, such that the
-        recomputation uses the tensors that arrived in the forward pass."""
+    first: bool
+    """Whether this is rank 0."""
+    counts: Tensor
+    """(R − 1, B) int64: tokens on the rank i + 1 places before this one that belong to the document that is open just
+    before this rank's first token. Rank 0 includes the tokens of earlier calls."""
+    chunks_reach: Tensor
+    """(R − 1, B, 2) bool: whether documents of earlier ranks reach this one. [i, b, j]: the document at the end of the
+    second to last (j = 0) or last (j = 1) chunk of row b of the rank i + 1 places before is still open in the second to
+    last chunk before this rank's first."""
+    send: Callable[[Sequence[Tensor], Sequence[Tensor]], Pending[list[Tensor]]]
+    """Sends tensors to the next rank, and others to all later ranks, in one batch. The pending tensors are, in the same
+    order, those of the previous rank, and those of all earlier ranks, (R − 1, …), the nearest first."""
+    keeping: Callable[[Callable[[], Any]], Callable[[], Any]]
+    """Takes what makes the contexts of a checkpointed forward pass and of its recomputation, and returns the same, such
+    that the recomputation uses the tensors that arrived in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -149,15 +110,9 @@ class Segments:
 
     @classmethod
     def build(
-        cls,
-        batch: int,
-        length: int,
-        *,
-        segment_ids: Tensor | None = None,
-        clock: Clock | None = None,
-        device: torch.device | str = "cpu",
-        lengths: Tensor | None = None,
-    ) -> Segments:
+        cls, batch: int, length: int, *, segment_ids: Tensor | None = None, clock: Clock | None = None,
+        device: torch.device | str = "cpu", lengths: Tensor | None = None,
+    ) -> Segments:  # fmt: skip
         """Find the document starts: wherever ``segment_ids`` (batch, length) changes along a row.
 
         Without ids the call continues the document of the clock. The first token of a stream always starts a
@@ -170,8 +125,7 @@ class Segments:
         """
         if length < 1:
             raise ValueError(f"a call must have at least one token per row; got {length}. Skip it and keep the state.")
-        device = torch.device(device)
-        fresh = clock is None
+        device, fresh = torch.device(device), clock is None
         clock = clock or Clock.start(batch)
         if segment_ids is None:
             ends = None if lengths is None else _padding(lengths, batch, length)
@@ -186,9 +140,7 @@ class Segments:
         ids = segment_ids.detach().to("cpu", torch.int64)
         before = ids[:, :1] if fresh else clock.segment_id[:, None]
         changed = (torch.cat([before, ids[:, :-1]], dim=1) != ids).numpy()
-        starts = changed if changed.any() else None
-        last = ids[:, -1].clone()
-        return cls(batch, length, clock, starts, last, device, at_start=fresh)
+        return cls(batch, length, clock, changed if changed.any() else None, ids[:, -1].clone(), device, at_start=fresh)
 
     @cached_property
     def document_starts(self) -> Tensor:
@@ -212,34 +164,38 @@ class Segments:
         of earlier calls are counted in the state."""
         if self.starts is None:
             return torch.arange(1, self.length + 1, device=self.device).expand(self.batch, -1)
-        return self.shared("steps in document", _steps_in_document)
+        return self._placed("steps in document", _steps)
 
     @cached_property
     def continues(self) -> Tensor:
         """(batch, length) bool: the document of the token started before this call."""
         if self.starts is None:
             return torch.ones(self.batch, self.length, dtype=torch.bool, device=self.device)
-        return self.shared("continues", _continues)
+        return self._placed("continues", lambda starts: ~np.maximum.accumulate(starts, axis=1))
 
     @cached_property
     def start_flags(self) -> Tensor | None:
         """``starts`` as uint8 on the device."""
-        return None if self.starts is None else self.shared("start flags", _start_flags)
+        return None if self.starts is None else self._placed("start flags", lambda starts: starts.astype(np.uint8))
+
+    def _placed(self, key: str, build: Callable[[np.ndarray], np.ndarray]) -> Tensor:
+        """Return ``build(starts)`` on the device, which is ``shared``."""
+
+        def place(segments: Segments) -> Tensor:
+            assert segments.starts is not None, "a document must start in the call"
+            return to_device(torch.from_numpy(build(segments.starts)), segments.device)
+
+        return self.shared(key, place)
 
     @property
     def spans(self) -> list[DocumentSpan]:
         """Documents of the call, row by row, in order."""
-        if self.starts is None:
-            return [DocumentSpan(row, 0, self.length, True) for row in range(self.batch)]
-        runs = []
-        for row, starts in enumerate(self.starts):
-            begins = np.flatnonzero(starts).tolist()
-            if not begins or begins[0] != 0:
-                begins.insert(0, 0)
-            ends = [*begins[1:], self.length]
-            for begin, end in zip(begins, ends, strict=True):
-                runs.append(DocumentSpan(row, begin, end - begin, not starts[begin]))
-        return runs
+        starts = np.zeros((self.batch, self.length), dtype=bool) if self.starts is None else self.starts
+        begins = starts.copy()
+        begins[:, 0] = True
+        first = np.flatnonzero(begins)
+        columns = *divmod(first, self.length), np.diff(first, append=starts.size), ~starts.flat[first]
+        return [DocumentSpan(*span) for span in zip(*(column.tolist() for column in columns), strict=True)]
 
     def shared(self, key: Hashable, build: Callable[[Segments], T]) -> T:
         """Return ``build(self)``, which runs once for all layers of this call. It must hold no tensors: a captured step
@@ -302,21 +258,10 @@ class _Unread:
     __bool__ = __len__ = __iter__ = __invert__ = __array__
 
 
-def _steps_in_document(segments: Segments) -> Tensor:
-    assert segments.starts is not None
-    begin = np.where(segments.starts, np.arange(segments.length), 0)
-    steps = np.arange(1, segments.length + 1) - np.maximum.accumulate(begin, axis=1)
-    return to_device(torch.from_numpy(steps), segments.device)
-
-
-def _continues(segments: Segments) -> Tensor:
-    assert segments.starts is not None
-    return to_device(torch.from_numpy(~np.maximum.accumulate(segments.starts, axis=1)), segments.device)
-
-
-def _start_flags(segments: Segments) -> Tensor:
-    assert segments.starts is not None
-    return to_device(torch.from_numpy(segments.starts.astype(np.uint8)), segments.device)
+def _steps(starts: np.ndarray) -> np.ndarray:
+    """Return the number of tokens since the last start in the row, up to and including each token."""
+    index = np.arange(starts.shape[1])
+    return index + 1 - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
 
 
 def _padding(lengths: Tensor, batch: int, length: int) -> Tensor | None:

@@ -27,6 +27,8 @@ ROUNDED = "rounded"
 _MAY_ROUND = ("cema", "keys", "values", "memory", "key_sum", "value_sum", "convolution")
 """Tensors that change results by about 2⁻⁹ if they are rounded by 2⁻⁹. Not so log sums, where the error is in the
 exponent, or counts. Norm statistics are small."""
+_LONGEST = 2**53
+"""Most tokens of a text, so that counts are exact in float64."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,22 @@ class GeckoState(TensorRecord):
         dtype: torch.dtype = torch.float32, value_dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
     ) -> GeckoState:  # fmt: skip
         """Return the initial state. The values in the attention window have ``value_dtype``, by default ``dtype``."""
-        mixer = _empty_mixer(config, batch, dtype, value_dtype or dtype, device)
-        norm = _empty_norm(config, batch, dtype, device)
-        return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, norm)
+        heads, key_dim, value_dim = config.num_key_value_heads, config.key_head_dim, config.value_head_dim
+        sizes = heads, config.chunk_size, key_dim, value_dim
+        window = AttentionState.empty(batch, *sizes, dtype, device, sinks=config.sinks)
+        window = window.to(*(torch.bfloat16,) * 2 if config.bfloat16_window else (dtype, value_dtype or dtype))
+        norm = final_norm = average = memory = convolution = None
+        if config.norm == "timestep":
+            norm, final_norm = (TimestepNormState.empty(batch, config.timestep_groups, dtype, device) for _ in range(2))
+        if config.local_mixing == "cema":
+            average = torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device)
+        if config.memory != "none":
+            memory = WorkingMemoryState.empty(config.memory, batch, heads, key_dim, value_dim, dtype, device)
+        if config.convolution_width:
+            channels = config.key_dim + heads * (key_dim + value_dim)
+            convolution = torch.zeros(batch, config.convolution_width - 1, channels, dtype=dtype, device=device)
+        mixer = MixerState(norm, average, window, memory, convolution)
+        return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, final_norm)
 
     @property
     def batch_size(self) -> int:
@@ -82,11 +97,8 @@ class GeckoState(TensorRecord):
 
     @staticmethod
     def stack(states: Sequence[GeckoState]) -> GeckoState:
-        """Concatenate the rows of several states, which may be at different positions.
-
-        Raises:
-            ValueError: the states are of different models.
-        """
+        """Concatenate the rows of several states, which may be at different positions. Raise ValueError if they are of
+        different models."""
         for state in states[1:]:
             if (state.config, state.model) != (states[0].config, states[0].model):
                 raise ValueError("states that become one batch must be of one model; got states of different ones.")
@@ -111,11 +123,8 @@ class GeckoState(TensorRecord):
 
     @classmethod
     def load(cls, path: str | Path) -> GeckoState:
-        """Read a file written by ``save``.
-
-        Raises:
-            FileNotFoundError, ValueError: the file does not exist, is damaged, or has other content.
-        """
+        """Read a file written by ``save``. Raise FileNotFoundError or ValueError if it does not exist, is damaged, or
+        has other content."""
         tensors, metadata = load_tensors(path)
         if metadata.get("format") != FORMAT:
             found = metadata.get("gecko", metadata.get("format", "another file"))
@@ -134,10 +143,8 @@ class GeckoState(TensorRecord):
         return state
 
     def check_counts(self, source: object) -> None:
-        """Raise ValueError, which names ``source``, unless the token counts of the state can be those of a text.
-
-        Decoders find slots of the attention window by them.
-        """
+        """Raise ValueError, which names ``source``, unless the token counts can be those of a text: decoders find slots
+        of the attention window by them."""
         position, start = self.clock.position, self.clock.document_start
         norms = [norm for norm in (self.final_norm, *(mixer.norm for mixer in self.mixers)) if norm is not None]
         counts = torch.stack([position - start, *(norm.count.to(position.device) for norm in norms)])
@@ -150,10 +157,6 @@ class GeckoState(TensorRecord):
     def to(self, device: torch.device | str) -> GeckoState:
         """Move the state to a device, except the clock."""
         return replace(self.map(lambda x: x.to(device)), clock=self.clock)
-
-
-_LONGEST = 2**53
-"""Most tokens of a text, so that counts are exact in float64."""
 
 
 def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) -> GeckoState:
@@ -170,28 +173,3 @@ def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) 
     if not config.bfloat16_window:
         window = window.to(**first)
     return replace(blank, mixers=tuple(replace(mixer, attention=window) for mixer in blank.mixers))
-
-
-def _empty_mixer(
-    config: GeckoConfig, batch: int, dtype: torch.dtype, value_dtype: torch.dtype, device: torch.device | str
-) -> MixerState:
-    heads, key_dim, value_dim = config.num_key_value_heads, config.key_head_dim, config.value_head_dim
-    sizes = heads, config.chunk_size, key_dim, value_dim
-    window = AttentionState.empty(batch, *sizes, dtype, device, sinks=config.sinks)
-    window = window.to(*(torch.bfloat16, torch.bfloat16) if config.bfloat16_window else (dtype, value_dtype))
-    average = memory = None
-    if config.local_mixing == "cema":
-        average = torch.zeros(batch, config.model_dim, config.cema_modes, 2, dtype=dtype, device=device)
-    if config.memory != "none":
-        memory = WorkingMemoryState.empty(config.memory, batch, heads, key_dim, value_dim, dtype, device)
-    convolution = None
-    if config.convolution_width:
-        channels = config.key_dim + heads * (key_dim + value_dim)
-        convolution = torch.zeros(batch, config.convolution_width - 1, channels, dtype=dtype, device=device)
-    return MixerState(_empty_norm(config, batch, dtype, device), average, window, memory, convolution)
-
-
-def _empty_norm(
-    config: GeckoConfig, batch: int, dtype: torch.dtype, device: torch.device | str
-) -> TimestepNormState | None:
-    return TimestepNormState.empty(batch, config.timestep_groups, dtype, device) if config.norm == "timestep" else None

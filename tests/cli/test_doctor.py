@@ -60,7 +60,7 @@ def test_an_operator_that_computes_wrongly_is_found(
 
 
 def test_a_kernel_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gecko.layers import cema as layer
+    from gecko import layers as layer
 
     right = layer.cema
 

@@ -17,7 +17,7 @@ import gecko
 from gecko.inference import Prefill, Sampling, TokenStream, read
 from gecko.inference.decoder import Decoder
 from gecko.inference.packed_weights import PackedWeights
-from gecko.layers.cema import CEMA
+from gecko.layers import CEMA
 from gecko.ops.decoding import Weights
 from gecko.segments import Segments
 from gecko.state import GeckoState

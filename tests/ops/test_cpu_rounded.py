@@ -12,7 +12,7 @@ from support.native_agreement import calls, needs_compiler, normal, on_two_threa
 from torch import Tensor, nn
 
 import gecko
-from gecko.layers.linear import project
+from gecko.layers import project
 from gecko.ops import feed_forward as feed_forward_file
 from gecko.ops import loss as loss_file
 from gecko.ops import projections as projections_file

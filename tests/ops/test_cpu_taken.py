@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import gecko
-from gecko.layers.linear import FeedForward
+from gecko.layers import FeedForward
 from gecko.ops.backends import dispatch as kernels
 from gecko.ops.backends.dispatch import cpu_kernels_run_on
 from gecko.ops.cema import CEMACoefficients, cema

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gecko
-from gecko.layers.norms import LayerNorm, RMSNorm
+from gecko.layers import LayerNorm, RMSNorm
 from gecko.ops import common as slices
 from gecko.ops.feed_forward import swiglu
 from gecko.ops.gates import gated, gated_reference, silu_by_head, silu_by_head_reference

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gecko.layers.linear import project
+from gecko.layers import project
 from gecko.ops.feed_forward import feed_forward
 from gecko.ops.projections import projections
 

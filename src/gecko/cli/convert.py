@@ -306,7 +306,7 @@ class Export(TakesTokenizer):
         from gecko import hf
         from gecko.cli.arguments import find_tokenizer
         from gecko.data.chat_templates import find_template
-        from gecko.hf.tokenizer import transformers_tokenizer
+        from gecko.hf.export import transformers_tokenizer
         from gecko.models.gecko import load
 
         model = load(source)

@@ -6,12 +6,10 @@ require("transformers", "hf")
 with without_log_warnings():  # of torchao, which transformers imports
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from gecko.hf.cache import GeckoCache
-    from gecko.hf.classification import GeckoForSequenceClassification
+    from gecko.hf.batch import GeckoCache
     from gecko.hf.configuration import GeckoConfig
-    from gecko.hf.export import export
-    from gecko.hf.modeling import GeckoForCausalLM, GeckoModel
-    from gecko.hf.tokenizer import byte_tokenizer, chat_tokenizer
+    from gecko.hf.export import byte_tokenizer, chat_tokenizer, export
+    from gecko.hf.modeling import GeckoForCausalLM, GeckoForSequenceClassification, GeckoModel
 
 PROJECTIONS = ("to_shared", "to_value", "to_gate", "to_hidden", "to_output", "fc1", "fc2", "fc3")
 """Names of the linear layers in blocks, for ``target_modules`` of PEFT."""
@@ -22,13 +20,6 @@ AutoModelForCausalLM.register(GeckoConfig, GeckoForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(GeckoConfig, GeckoForSequenceClassification, exist_ok=True)
 
 __all__ = [
-    "PROJECTIONS",
-    "GeckoCache",
-    "GeckoConfig",
-    "GeckoForCausalLM",
-    "GeckoForSequenceClassification",
-    "GeckoModel",
-    "byte_tokenizer",
-    "chat_tokenizer",
-    "export",
-]
+    "PROJECTIONS", "GeckoCache", "GeckoConfig", "GeckoForCausalLM", "GeckoForSequenceClassification", "GeckoModel",
+    "byte_tokenizer", "chat_tokenizer", "export",
+]  # fmt: skip

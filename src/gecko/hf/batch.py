@@ -1,7 +1,8 @@
-"""Padded and packed batches of transformers, which are read without their padding."""
+"""Padded and packed batches of transformers, which are read without their padding, and the cache between calls."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,46 +10,148 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
 
-from gecko.hf.cache import GeckoCache
 from gecko.inference.pieces import piece_length
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
+
+_NAMES = ("past_key_values", "cache")
+CACHE = _NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+"""Name of the cache in transformers: ``cache`` from 5.24 on, ``past_key_values`` before."""
+
+
+class GeckoCache(Cache):
+    """``transformers`` cache that wraps a ``GeckoState``. Its size does not depend on the number of tokens read.
+
+    Every call of the model replaces ``state`` and never writes into it, so ``GeckoCache(cache.state)`` is an
+    independent branch. The tokens of the initial state must not be in ``input_ids``; tokens that later calls read must
+    be, as ``generate`` expects.
+
+    Args:
+        state: initial state, for example from ``GeckoState.load``. None: nothing was read.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    max_cache_len = -1
+    """There is no longest text; PEFT asks."""
+    is_linear: Any = (False,)
+    """transformers 5.24 passes the whole text again to a cache all of whose layers are linear; this one has none."""
+
+    def __init__(self, state: GeckoState | None = None) -> None:
+        super().__init__(layers=[])
+        self.state = state
+        self.text: Tensor | None = None
+        """(B, columns) bool: which of the columns of ``input_ids`` read with this cache are text. None: no columns."""
+        self.last: Tensor | None = None
+        """(B, D): input of the head at the last token of every row, 0 in rows without one. None: no tokens."""
+        self._digest: Tensor | None = None
+        """(B,) int64, computed from the tokens read in these columns. None: no columns, or embeddings among them."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of columns of ``input_ids`` that were read with this cache, padding included."""
+        return 0 if self.text is None else self.text.shape[1]
+
+    def state_on(self, device: torch.device) -> GeckoState | None:
+        """Return the state that a call continues. An initial state is moved to ``device``; those of calls are there."""
+        return self.state.to(device) if self.state is not None and self.text is None else self.state
+
+    def follow(self, state: GeckoState, inputs: Tensor, text: Tensor, last: Tensor) -> None:
+        """Store what is known after T more columns, which were read from ``inputs``: tokens (B, T), or embeddings.
+
+        ``text`` (B, T) is True at text; ``last`` (B, D) is the input of the head at the last token of every row.
+        """
+        known = inputs.dim() == 2 and (self.text is None or self._digest is not None)
+        self._digest = _digest(inputs, text, self._digest) if known else None
+        self.state, self.last = state, last
+        self.text = text if self.text is None else torch.cat([self.text.to(text.device), text], dim=1)
+
+    def check(self, ids: Tensor) -> None:
+        """Raise ValueError unless ``ids`` (B, columns) are the whole text: the columns read before, and new ones."""
+        columns = self.get_seq_length()
+        if columns and ids.shape[1] <= columns:
+            raise ValueError(
+                f"input_ids must be the whole text: the {columns} columns that the cache has read, and new ones; got "
+                f"{ids.shape[1]}. To continue with new tokens alone, pass past_key_values=GeckoCache(cache.state)."
+            )
+        if self.text is None or self._digest is None or len(ids) != len(self.text):
+            return
+        found = _digest(ids[:, :columns].to(self._digest.device), self.text)
+        if wrong := (found != self._digest).nonzero().flatten().tolist():
+            raise ValueError(
+                f"input_ids must begin with the tokens that the cache has read; those of row {wrong[0]} differ. A beam "
+                "search leaves the states of its last beams, which need not be those of the sequences that it returns; "
+                "a chat template may change earlier messages. Leave the cache out to read the text anew."
+            )
+
+    def reset(self) -> None:
+        self.state = self.text = self.last = self._digest = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give every beam the state of the beam that it continues."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.rows(indices.tolist())
+        if self.text is not None and self.last is not None:
+            self.text, self.last = (x[indices.to(x.device)] for x in (self.text, self.last))
+        if self._digest is not None:
+            self._digest = self._digest[indices.to(self._digest.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.batch_select_indices(torch.arange(self.state.batch_size, device="cpu").repeat_interleave(repeats))
+
+    def crop(self, *_: int) -> None:
+        raise ValueError(
+            "a Gecko's state cannot go back to an earlier token; keep cache.state from that point and continue with "
+            "GeckoCache(state)."
+        )
+
+
+def given_cache(past_key_values: GeckoCache | None, cache: GeckoCache | None) -> GeckoCache | None:
+    """Return the one of the two names of a cache that a caller used; ValueError if both were used."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("past_key_values and cache are names of one argument; got both. Pass one of them.")
+    return cache if past_key_values is None else past_key_values
+
+
+_BASE = 6_364_136_223_846_793_005
+"""Multiplier of a common random number generator modulo 2⁶⁴: it is odd, and its powers look random."""
+
+
+def _digest(ids: Tensor, text: Tensor, before: Tensor | None = None) -> Tensor:
+    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0, so that
+    it does not depend on padding, nor on how a text was divided into calls."""
+    counts = text.long().cumsum(1)
+    powers = torch.full_like(counts, _BASE).pow(counts[:, -1:] - counts)
+    added = ((ids.long() + 1) * powers).masked_fill(~text, 0).sum(1)
+    return added if before is None else added + before.to(ids.device) * torch.full_like(added, _BASE).pow(counts[:, -1])
+
 
 Layers = tuple[Tensor, ...]
 """Hidden states (B, T, D): the input of the head, and any others that were asked for after it."""
 
 
-class Reader:
-    """Reader of a Gecko.
+def _read(
+    model: Gecko, inputs: Tensor, ids: Tensor | None, state: GeckoState | None, every: bool
+) -> tuple[Layers, GeckoState]:
+    """Return hidden states and the state; if ``every``, those of every block too, after the input of the head.
 
-    Without gradients it reads in pieces, so that a long prompt takes little memory. With ``layers`` it also returns the
-    input of every block, after the input of the head.
+    Without gradients the text is read in pieces, so that a long prompt takes little memory.
     """
-
-    def __init__(self, model: Gecko, layers: bool) -> None:
-        self._model, self._layers = model, layers
-
-    def read(self, inputs: Tensor, ids: Tensor | None, state: GeckoState | None) -> tuple[Layers, GeckoState]:
-        size = inputs.shape[1] if torch.is_grad_enabled() else piece_length(self._model.config)
-        parts = []
-        for begin in range(0, inputs.shape[1], size):
-            piece = slice(begin, begin + size)
-            with _inputs_of(self._model.blocks if self._layers else ()) as layers:
-                hidden, state = self._model.hidden(inputs[:, piece], None if ids is None else ids[:, piece], state)
-            parts.append((hidden, *layers))
-        assert state is not None
-        joined = parts[0] if len(parts) == 1 else tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        return joined, state
-
-    def start(self, rows: int) -> GeckoState:
-        state = self._model.empty_state(rows)
-        return replace(state, model="") if torch.is_grad_enabled() else state
-
-    def blank(self, batch: int, length: int) -> Layers:
-        config, weight = self._model.config, self._model.embedding.weight
-        count = 1 + self._layers * config.num_layers
-        return tuple(weight.new_zeros(batch, length, config.model_dim) for _ in range(count))
+    size = inputs.shape[1] if torch.is_grad_enabled() else piece_length(model.config)
+    parts = []
+    for begin in range(0, inputs.shape[1], size):
+        piece = slice(begin, begin + size)
+        with _inputs_of(model.blocks if every else ()) as layers:
+            hidden, state = model.hidden(inputs[:, piece], None if ids is None else ids[:, piece], state)
+        parts.append((hidden, *layers))
+    assert state is not None
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True)), state
 
 
 @contextmanager
@@ -79,15 +182,12 @@ class PaddedBatch:
         cls, inputs: Tensor, mask: Tensor | None, positions: Tensor | None, *,
         read: Tensor | None = None, continued: bool = False,
     ) -> PaddedBatch:  # fmt: skip
-        """Check the arguments that transformers passes, and build the batch. Raise ValueError for wrong shapes, a row
-        without text, positions that jump, or a mask that contradicts ``read`` or has other numbers.
+        """Check arguments as those of ``GeckoForCausalLM`` and build the batch. Raise ValueError for wrong shapes, a
+        row without text, positions that jump, or a mask that contradicts ``read`` or has other numbers.
 
         Args:
-            inputs: (B, T) integers, or embeddings (B, T, D).
-            mask: (B, T), or (B, columns before + T), 1 at text and 0 at padding, which may be anywhere.
-            positions: (B, T) or (1, T). They increase by one within a document, and in any way over padding. A document
-                starts at every 0 except the first token of a row, for which ``generate`` passes 0 even if the cache has
-                read tokens.
+            positions: a document starts at every 0 except the first token of a row, for which ``generate`` passes 0
+                even if the cache has read tokens.
             read: (B, columns before) bool, True at the columns that the cache has read as text. None: no columns.
             continued: whether a later call can continue this one, so that a row may have no text in this call.
         """
@@ -113,58 +213,59 @@ class PaddedBatch:
         batch, length = self.inputs.shape[:2]
         return batch, length
 
-    @property
-    def is_text(self) -> Tensor:
-        """(B, T) bool, True at text."""
-        if self.text is None:
-            return torch.ones(self.shape, dtype=torch.bool, device=self.inputs.device)
-        return self.text
-
-    def read(self, reader: Reader, cache: GeckoCache | None) -> tuple[Layers, GeckoState | None]:
-        """Return hidden states (B, T, D) and, with a cache, the state after the last text of every row.
+    def read(self, model: Gecko, cache: GeckoCache | None, *, every: bool) -> Layers:
+        """Return hidden states (B, T, D); the cache follows to the last text of every row.
 
         Hidden states at padding are those of the last text before it in the row. Where there is none, they are 0.
-
-        With a cache, rows of unequal length are read in groups of equal length, because padding after a text
-        would change the state. Without it all rows are read together: later tokens do not change earlier hidden states.
         """
         before = None if cache is None else cache.state_on(self.inputs.device)
-        ids = self._segment_ids(before)
-        if self.text is None:
-            return reader.read(self.inputs, ids, before)
-        lengths, columns = self.text.sum(1), (~self.text).int().argsort(dim=1, stable=True)
-        layers = reader.blank(*self.shape)
-        states: list[GeckoState] = []
-        order: list[int] = []
-        for length in [int(lengths.max())] if cache is None else torch.unique(lengths).tolist():
-            every = torch.arange(len(lengths), device=lengths.device)
-            rows = every if cache is None else (lengths == length).nonzero().flatten()
-            state = None if before is None else before.rows(rows.tolist())
+        if self.text is not None:
+            layers, state = self._read_text(self.text, model, before, cache, every)
+        else:
+            layers, state = _read(model, self.inputs, self._segment_ids(before), before, every)
+        if cache is not None and state is not None:
+            is_text = self.text
+            if is_text is None:
+                is_text = torch.ones(self.shape, dtype=torch.bool, device=self.inputs.device)
+            cache.follow(state, self.inputs, is_text, layers[0][:, -1].clone())
+        return layers
+
+    def _read_text(
+        self, text: Tensor, model: Gecko, before: GeckoState | None, cache: GeckoCache | None, every: bool
+    ) -> tuple[Layers, GeckoState | None]:
+        """Read a batch with padding.
+
+        With a cache, rows of equal length are read together, because padding after a text would change the state.
+        Without it all rows are: later tokens do not change earlier hidden states.
+        """
+        ids, lengths, columns = self._segment_ids(before), text.sum(1), (~text).int().argsort(dim=1, stable=True)
+        blank = model.embedding.weight.new_zeros(*self.shape, model.config.model_dim)
+        layers: Layers = (blank,) * (1 + every * model.config.num_layers)
+        numbers = torch.arange(len(lengths), device=lengths.device)
+        groups = [numbers] if cache is None else [numbers[lengths == length] for length in torch.unique(lengths)]
+        states = []
+        for rows in groups:
+            length, state = int(lengths[rows].max()), None if before is None else before.rows(rows.tolist())
             if length:
                 at = (rows[:, None], columns[rows, :length])
-                parts, state = reader.read(self.inputs[at], None if ids is None else ids[at], state)
+                parts, state = _read(model, self.inputs[at], None if ids is None else ids[at], state, every)
                 layers = tuple(x.to(part.dtype).index_put(at, part) for x, part in zip(layers, parts, strict=True))
-            states.append(reader.start(len(rows)) if state is None else state)
-            order += rows.tolist()
-        places = torch.tensor(order, device="cpu").argsort().tolist()
+            if state is None:
+                state = model.empty_state(len(rows))
+                state = replace(state, model="") if torch.is_grad_enabled() else state
+            states.append(state)
+        # ``generate`` samples from the last column, so padding repeats the text before it.
+        place = _last_text(text).unsqueeze(-1)
+        head, *others = (x.gather(1, place.clamp(min=0).expand_as(x)).masked_fill(place < 0, 0) for x in layers)
         if cache is None:
-            return self._fill_padding(layers, None), None
-        return self._fill_padding(layers, cache.last), GeckoState.stack(states).rows(places)
-
-    def _fill_padding(self, layers: Layers, last: Tensor | None) -> Layers:
-        """Repeat the hidden states of the text before each padding: ``generate`` samples from the last column."""
-        assert self.text is not None
-        before = _last_text(self.text).unsqueeze(-1)
-        filled = (layer.gather(1, before.clamp(min=0).expand_as(layer)) for layer in layers)
-        head, *others = (x.masked_fill(before < 0, 0) for x in filled)
-        return (head if last is None else torch.where(before < 0, last.unsqueeze(1), head), *others)
+            return (head, *others), None
+        if cache.last is not None:
+            head = torch.where(place < 0, cache.last.unsqueeze(1), head)
+        return (head, *others), GeckoState.stack(states).rows(torch.cat(groups).argsort().tolist())
 
     def targets(self, labels: Tensor, ignored: int, *, shifted: bool = False) -> Tensor:
         """Return the target of every token (B, T): the label of the next text of its row and document, or ``ignored``.
-
-        Args:
-            labels: (B, T), of the tokens themselves, or if ``shifted`` of the tokens after them.
-        """
+        ``labels`` (B, T) are of the tokens themselves, or if ``shifted`` of the tokens after them."""
         if labels.shape != self.shape:
             raise ValueError(f"labels must have the shape of input_ids, {self.shape}; got {tuple(labels.shape)}.")
         following = self._following()

@@ -1,4 +1,4 @@
-"""Export of a model with its code, for ``trust_remote_code=True`` without gecko installed.
+"""Export of a model with its code and tokenizer, for ``trust_remote_code=True`` without gecko installed.
 
 An exported folder contains a copy of every module of this package that the model imports, one file each. Only the
 imports change: ``from gecko.ops.cema import cema`` becomes ``from .gecko_ops_cema import cema``.
@@ -13,29 +13,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gecko.hf.classification import GeckoForSequenceClassification
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+from gecko.data.byte_files import byte_definition, byte_settings
+from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from gecko.data.tokenizers import Tokenizer as ModelTokenizer
 from gecko.hf.configuration import GeckoConfig
-from gecko.hf.modeling import GeckoForCausalLM, GeckoModel
+from gecko.hf.modeling import GeckoForCausalLM
 from gecko.io.files import write_text
 from gecko.models.gecko import Gecko
 from gecko.runtime.process import __version__
 
-FILES = {
-    GeckoConfig.__module__: "configuration_gecko",
-    GeckoForCausalLM.__module__: "modeling_gecko",
-    GeckoForSequenceClassification.__module__: "classification_gecko",
-}
+FILES = {GeckoConfig.__module__: "configuration_gecko", GeckoForCausalLM.__module__: "modeling_gecko"}
 """File names of the modules that ``AUTO_MAP`` names, in the form that is usual on the hub."""
-
 AUTO_MAP = {
-    auto: f"{FILES[kind.__module__]}.{kind.__name__}"
-    for auto, kind in {
-        "AutoConfig": GeckoConfig,
-        "AutoModel": GeckoModel,
-        "AutoModelForCausalLM": GeckoForCausalLM,
-        "AutoModelForSequenceClassification": GeckoForSequenceClassification,
-    }.items()
-}
+    "AutoConfig": "configuration_gecko.GeckoConfig", "AutoModel": "modeling_gecko.GeckoModel",
+    "AutoModelForCausalLM": "modeling_gecko.GeckoForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_gecko.GeckoForSequenceClassification",
+}  # fmt: skip
 """``auto_map`` of an exported ``config.json``."""
 
 _COPIED = """
@@ -70,8 +66,19 @@ def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
     wrapped.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-        _name_for_every_version(Path(folder) / "tokenizer_config.json")
-    _write_card(Path(folder), model)
+        path = Path(folder) / "tokenizer_config.json"
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields.get("tokenizer_class") == "TokenizersBackend":  # a name that transformers 4 does not know
+            fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+            write_text(path, json.dumps(fields, indent=2) + "\n")
+    card = Path(folder) / "README.md"
+    if not card.exists():
+        count = sum(parameter.numel() for parameter in model.parameters())
+        text = _CARD.format(
+            name=card.resolve().parent.name, parameters=count, layers=model.config.num_layers,
+            vocabulary=model.config.vocab_size, version=__version__,
+        )  # fmt: skip
+        write_text(card, text)
 
 
 _CARD = """\
@@ -102,17 +109,6 @@ and leave out `trust_remote_code`. Then `gecko generate`, `gecko eval` and `geck
 """
 
 
-def _write_card(folder: Path, model: Gecko) -> None:
-    if (folder / "README.md").exists():
-        return
-    count = sum(parameter.numel() for parameter in model.parameters())
-    text = _CARD.format(
-        name=folder.resolve().name, parameters=count, layers=model.config.num_layers,
-        vocabulary=model.config.vocab_size, version=__version__,
-    )  # fmt: skip
-    write_text(folder / "README.md", text)
-
-
 def write_code(folder: Path) -> dict[str, str]:
     """Write every file of ``remote_code`` to ``folder``; return the ``auto_map`` for its config."""
     for name, source in remote_code().items():
@@ -123,9 +119,11 @@ def write_code(folder: Path) -> dict[str, str]:
 def remote_code() -> dict[str, str]:
     """Return the source of each module that the model imports, with relative imports, by file name without .py."""
     sources = {module: _closure(module) for module in FILES}
-    classifier = GeckoForSequenceClassification.__module__
-    sources[GeckoForCausalLM.__module__][classifier] = _source(classifier)  # copied with the model when it is saved
-    code = {_file(name): _with_relative_imports(name, text) for each in sources.values() for name, text in each.items()}
+    note = f"of gecko-lm {__version__}, Apache-2.0, written by gecko.hf.export; only imports differ."
+    code = {}
+    for name, text in (item for needed in sources.values() for item in needed.items()):
+        relative = _IMPORT.sub(lambda found: f"{found[1]}from .{_file(found[2])} import ", text)
+        code[_file(name)] = f"# {name} {note}\n{relative}"
     for module, needed in sources.items():
         code[_file(module)] += _COPIED + "".join(
             f"    from .{_file(name)} import __name__  # noqa: F401\n" for name in sorted(needed) if name != module
@@ -139,21 +137,12 @@ def _closure(module: str) -> dict[str, str]:
     while wanted:
         name = wanted.pop()
         if name not in found:
-            found[name] = _source(name)
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None
+            found[name] = Path(spec.origin).read_text(encoding="utf-8")
             nodes = [node for node in ast.walk(ast.parse(found[name])) if isinstance(node, ast.ImportFrom)]
             wanted += [node.module for node in nodes if node.module and node.module.split(".")[0] == "gecko"]
     return found
-
-
-def _source(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).read_text(encoding="utf-8")
-
-
-def _with_relative_imports(module: str, source: str) -> str:
-    code = _IMPORT.sub(lambda found: f"{found[1]}from .{_file(found[2])} import ", source)
-    return f"# {module} of gecko-lm {__version__}, Apache-2.0, written by gecko.hf.export; only imports differ.\n{code}"
 
 
 def _file(module: str) -> str:
@@ -172,9 +161,73 @@ def _special_ids(tokenizer: Any, vocab_size: int) -> dict[str, int]:
     return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
 
-def _name_for_every_version(path: Path) -> None:
-    """Replace a class name that only transformers 5 knows by the older one, which transformers 4 knows too."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    if fields.get("tokenizer_class") == "TokenizersBackend":
-        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-        write_text(path, json.dumps(fields, indent=2) + "\n")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a transformers tokenizer with the ids of ``gecko.ByteTokenizer``.
+
+    Ids 0 to 255 are the bytes of UTF-8 text, 256 starts and ends a document, 257 pads on the left. Every text starts
+    with 256, as documents do in training, unless ``add_special_tokens=False``. No text encodes to 256 or 257.
+    """
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_definition()), **byte_settings(chat=False))
+
+
+CHAT_TEMPLATE = """\
+{%- set names = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"} -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message.role not in names or message.content is not string -%}
+{{- raise_exception("a message must have text and the role system, developer, user or assistant.") -}}
+{%- endif -%}
+{%- set text = message.content | trim | replace("<|endoftext|>", "<|endoftext |>") | replace("<|pad|>", "<|pad |>") -%}
+{{- names[message.role] + ":" -}}
+{%- if message.role == "assistant" -%}
+{%- generation -%}{{- " " + text + eos_token -}}{%- endgeneration -%}{{- "\\n\\n" -}}
+{%- else -%}
+{{- " " + text + "\\n\\n" -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "Assistant:" -}}{%- endif -%}
+"""
+"""The plain format of ``gecko serve``, with the document end after every answer. Answers are marked for training."""
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Return ``byte_tokenizer()`` with a chat template, in the form that trainers of TRL expect.
+
+    As in other tokenizers of transformers, and unlike in ``byte_tokenizer()``, the texts ``<|endoftext|>`` and
+    ``<|pad|>`` encode to 256 and 257: TRL and chat templates write special tokens as text. The template changes these
+    texts inside messages, so that a message cannot end itself.
+    """
+    tokenizer = byte_tokenizer()
+    tokenizer.split_special_tokens = False
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def transformers_tokenizer(tokenizer: ModelTokenizer, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a model in transformers' form: the same ids, after the one that starts a document.
+
+    With a chat template, special tokens that a text contains become their ids, as chat templates write them as text.
+    Raise ValueError if the tokenizer is a SentencePiece model.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        found = byte_tokenizer()
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        own = Tokenizer.from_str(tokenizer.definition)
+        start, end = (own.id_to_token(index) for index in (tokenizer.document_start, tokenizer.document_end))
+        own.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, tokenizer.document_start)]
+        )
+        padding = next((text for text in tokenizer.special_texts if "pad" in text.lower()), None)
+        found = PreTrainedTokenizerFast(
+            tokenizer_object=own, bos_token=start, eos_token=end, pad_token=padding, padding_side="left",
+            split_special_tokens=True, clean_up_tokenization_spaces=False,
+            model_input_names=["input_ids", "attention_mask"],
+        )  # fmt: skip
+    else:
+        raise ValueError(
+            f"transformers needs a tokenizer.json or the tokenizer of bytes; {tokenizer.name!r} is a SentencePiece "
+            "model. Name a tokenizer.json with the same ids, or call gecko.hf.export(model, folder), which writes none."
+        )
+    if chat_template is not None:
+        found.chat_template, found.split_special_tokens = chat_template, False
+    return found

@@ -1,4 +1,7 @@
-"""Models for transformers that wrap ``gecko.Gecko``: they translate arguments and outputs."""
+"""Models for transformers that wrap ``gecko.Gecko``: they translate arguments and outputs.
+
+The classifier of whole texts is also the reward model of TRL.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,16 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, modeling_outputs
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from gecko.hf.batch import PaddedBatch, Reader, pick
-from gecko.hf.cache import CACHE, GeckoCache, given_cache
+from gecko.hf.batch import CACHE, GeckoCache, PaddedBatch, given_cache, pick
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
 from gecko.io.model_folder import TIED, stored_weight
-from gecko.layers.linear import is_bare
+from gecko.layers import is_bare
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package
 from gecko.ops.loss import IGNORED, linear_cross_entropy
@@ -28,7 +29,6 @@ from gecko.runtime.tensors import meta_device
 
 _REPEATS_POSITIONS = ("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx")
 """Arguments that repeat the document borders of ``position_ids`` in the form that other attention kernels need."""
-
 
 NEWEST = Version("5.24")
 """Newest minor version of transformers with which the tests ran."""
@@ -83,37 +83,33 @@ class GeckoModel(GeckoPreTrainedModel):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: GeckoCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | Sequence[int] | None = None,
-        return_dict: bool | None = None,
-        cache: GeckoCache | None = None,
-        **others: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: GeckoCache | None = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None,
+        output_attentions: bool | None = None, output_hidden_states: bool | Sequence[int] | None = None,
+        return_dict: bool | None = None, cache: GeckoCache | None = None, **others: Any,
+    ) -> modeling_outputs.BaseModelOutputWithPast | tuple[Any, ...]:  # fmt: skip
         """Return hidden states (B, T, D). Arguments: see ``GeckoForCausalLM``; padding: ``PaddedBatch.read``."""
-        past_key_values = given_cache(past_key_values, cache)
+        cache = given_cache(past_key_values, cache)
         if torch.compiler.is_exporting():
-            use_cache = _exported_without_cache(attention_mask, position_ids, past_key_values, use_cache)
+            if use_cache or any(x is not None for x in (attention_mask, position_ids, cache)):
+                raise RuntimeError(
+                    "torch.export takes input_ids or inputs_embeds of one shape only, because a call chooses its work "
+                    "by the values of masks, positions and states; leave out attention_mask, position_ids, "
+                    "past_key_values and use_cache. gecko.models.onnx exports a step with its state."
+                )
+            use_cache = False
         _check_others(output_attentions, position_ids, others)
-        batch = self.batch(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        batch = self.batch(input_ids, attention_mask, position_ids, cache, inputs_embeds)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        cache = GeckoCache() if use_cache and past_key_values is None else past_key_values
+        if use_cache and cache is None:
+            cache = GeckoCache()
         wanted: Any = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        (hidden, *layers), state = batch.read(Reader(self.gecko, layers=wanted is not False), cache)
-        if cache is not None and state is not None:
-            ids = batch.inputs if inputs_embeds is None else None
-            cache.follow(state, ids, batch.is_text, hidden[:, -1].clone())
+        hidden, *layers = batch.read(self.gecko, cache, every=wanted is not False)
         shown: Any = None if wanted is False else pick([*layers, hidden], wanted)
         kept: Any = {CACHE: cache}
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=shown, **kept)
-        return as_asked(output, return_dict, self.config)
+        output = modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=shown, **kept)
+        return _as_asked(output, return_dict, self.config)
 
     def batch(
         self, input_ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, cache: GeckoCache | None,
@@ -134,9 +130,8 @@ class GeckoModel(GeckoPreTrainedModel):
                 "Prefix tuning of PEFT needs keys and values, which no Gecko has: use prompt tuning, p-tuning or LoRA."
             )
         if cache.state is not None and cache.state.batch_size != len(inputs):
-            raise ValueError(
-                f"the cache must hold {len(inputs)} rows, as input_ids; it holds {cache.state.batch_size}."
-            )
+            held = cache.state.batch_size
+            raise ValueError(f"the cache must hold {len(inputs)} rows, as input_ids; it holds {held}.")
         return PaddedBatch.build(inputs, mask, positions, read=cache.text, continued=True)
 
 
@@ -158,11 +153,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return False
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does, but refuse a cache that has read other tokens.
-
-        Raises:
-            ValueError: see ``GeckoCache.check``.
-        """
+        """Generate as transformers does, but raise ValueError for a cache that has read other tokens."""
         cache = given_cache(*(kwargs.pop(name, None) for name in ("past_key_values", "cache")))
         ids = kwargs.get("input_ids", inputs)
         if cache is not None:
@@ -211,22 +202,13 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: GeckoCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | Sequence[int] | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: int | Tensor | None = None,
-        cache: GeckoCache | None = None,
-        **others: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: GeckoCache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
+        use_cache: bool | None = None, output_attentions: bool | None = None,
+        output_hidden_states: bool | Sequence[int] | None = None, return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0, num_items_in_batch: int | Tensor | None = None,
+        cache: GeckoCache | None = None, **others: Any,
+    ) -> modeling_outputs.CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
         """Return the logits, the loss if ``labels`` are given, and the cache.
 
         Args:
@@ -263,14 +245,13 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
             output_hidden_states, return_dict=True, **others,
         )  # fmt: skip
         hidden = output.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        kept = slice(None) if isinstance(kept, int) else kept
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         loss = None if targets is None else self._loss(hidden, targets, num_items_in_batch)
-        output = CausalLMOutputWithPast(
+        found = modeling_outputs.CausalLMOutputWithPast(
             loss=loss, logits=self.model.gecko.head(hidden[:, kept]), hidden_states=output.hidden_states,
             **{CACHE: output.get(CACHE)},
         )  # fmt: skip
-        return as_asked(output, return_dict, self.config)
+        return _as_asked(found, return_dict, self.config)
 
     def _loss(self, hidden: Tensor, targets: Tensor, num_items: int | Tensor | None) -> Tensor:
         """Return the mean loss of the targets, or their sum over ``num_items``.
@@ -287,20 +268,80 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return loss if num_items is None else loss * count / num_items
 
 
+class GeckoForSequenceClassification(GeckoPreTrainedModel):
+    """Gecko with a linear layer over the hidden state of the last token of every text, ``config.num_labels`` scores.
+
+    Opened from the folder of a language model, the scores are random, as transformers reports. The language model's
+    head stays in the model and in its folder, but is not trained unless it is the embedding.
+    """
+
+    _to_gecko = "model.gecko."
+    _tied_weights_keys = {f"model.gecko.{TIED[0]}": f"model.gecko.{TIED[1]}"}  # noqa: RUF012
+    _format = "gecko-classifier-1"
+    _may_differ = (SCORE,)
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: GeckoConfig) -> None:
+        super().__init__(config)
+        self.num_labels: int = config.num_labels or 0  # never None: transformers sets it
+        self.model = GeckoModel(config)
+        if not config.tie_embedding:
+            self.model.gecko.head.requires_grad_(False)
+        self.score = nn.Linear(config.model_dim, self.num_labels, bias=False)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: GeckoCache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
+        use_cache: bool | None = None, output_attentions: bool | None = None,
+        output_hidden_states: bool | Sequence[int] | None = None, return_dict: bool | None = None,
+        cache: GeckoCache | None = None, **others: Any,
+    ) -> modeling_outputs.SequenceClassifierOutputWithPast | tuple[Any, ...]:  # fmt: skip
+        """Return the scores (B, num_labels) of the texts, and the loss if ``labels`` are given.
+
+        Other arguments are those of ``GeckoForCausalLM``. Every text gets the scores that it would get alone.
+
+        Args:
+            attention_mask: (B, T), 0 at padding, which may be anywhere. None: ``config.pad_token_id`` before and after
+                a text is padding.
+            labels: (B,) class indices, (B,) numbers for a regression, or (B, num_labels) for several classes at once,
+                as ``config.problem_type`` says.
+
+        Raises:
+            ValueError: several rows have no mask, and the config has no ``pad_token_id``; or see ``PaddedBatch``.
+        """
+        past_key_values = given_cache(past_key_values, cache)
+        if attention_mask is None and input_ids is not None and past_key_values is None:
+            attention_mask = self._mask(input_ids)
+        output = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
+            output_hidden_states, return_dict=True, **others,
+        )  # fmt: skip
+        scores = self.score(output.last_hidden_state[:, -1])  # padding repeats the hidden state of the last token
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=scores, labels=labels, pooled_logits=scores, config=self.config)
+        found = modeling_outputs.SequenceClassifierOutputWithPast(
+            loss=loss, logits=scores, hidden_states=output.hidden_states, **{CACHE: output.get(CACHE)}
+        )
+        return _as_asked(found, return_dict, self.config)
+
+    def _mask(self, ids: Tensor) -> Tensor | None:
+        """Return the mask (B, T) of texts whose padding is known by its id only."""
+        padding = self.config.pad_token_id
+        if padding is None:
+            if len(ids) > 1:
+                raise ValueError(
+                    "several texts need an attention_mask, or a pad_token_id in the config to find their padding; got "
+                    "neither. Pass the tokenizer's attention_mask, or set model.config.pad_token_id."
+                )
+            return None
+        text = (ids != padding).int()
+        return (text.cummax(1).values * text.flip(1).cummax(1).values.flip(1)).to(torch.long)
+
+
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[GeckoConfig.model_type] = GeckoForCausalLM.__name__
 """``Trainer`` shifts the labels for ``label_smoothing_factor`` only if this table contains the class."""
-
-
-def _exported_without_cache(mask: Any, positions: Any, cache: Any, use_cache: bool | None) -> bool:
-    """Return False, the value of ``use_cache`` for ``torch.export``, which knows the shapes of inputs but no values.
-    Raise RuntimeError if an argument is given by whose values a call chooses its work."""
-    if mask is not None or positions is not None or cache is not None or use_cache:
-        raise RuntimeError(
-            "torch.export takes input_ids or inputs_embeds of one shape only, because a call chooses its work by the "
-            "values of masks, positions and states; leave out attention_mask, position_ids, past_key_values and "
-            "use_cache. gecko.models.onnx exports a step with its state."
-        )
-    return False
 
 
 def _untested() -> str:
@@ -328,6 +369,6 @@ def _check_others(attentions: bool | None, positions: Tensor | None, others: dic
         )
 
 
-def as_asked(output: Any, return_dict: bool | None, config: Any) -> Any:
+def _as_asked(output: Any, return_dict: bool | None, config: Any) -> Any:
     """Return the output, or a tuple of its values if ``return_dict`` or the config says so."""
     return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()

@@ -25,13 +25,8 @@ from gecko.models.gecko import Gecko
 
 _PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
 """Prefixes of the parameter names in a ``Gecko``."""
-
-_RESHAPE = "ignore_mismatched_sizes"
-"""Option of transformers that draws parameters whose stored shapes are not those of the config."""
-
 _HAS_VALUES = "_is_hf_initialized"
 """Attribute by which transformers marks parameters that were loaded or drawn."""
-
 SCORE = "score.weight"
 """Parameter of a classifier that a ``Gecko`` does not have."""
 
@@ -88,24 +83,23 @@ class GeckoPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load parameters whose names have this model's prefix, or are those of a ``Gecko``.
-
-        ``Trainer`` resumes with ``load_state_dict(strict=False)``, which ignores unknown names. Therefore this method
-        reports an error if a ``Gecko``'s parameter is not in this model, or if no name is known at all.
-        """
-        renamed = _add_prefix(state_dict, prefix, self._to_gecko)
+        """Load parameters whose names have this model's prefix, or are those of a ``Gecko``. ``Trainer`` resumes with
+        ``strict=False``, so report an error if a ``Gecko``'s parameter is not in this model, or if no name is known."""
+        parts, own = tuple(prefix + part for part in _PARTS), prefix + self._to_gecko
+        renamed = {name: own + name.removeprefix(prefix) for name in state_dict if name.startswith(parts)}
+        for name, new in renamed.items():
+            state_dict[new] = state_dict.pop(name)
         if self._gecko.config.tie_embedding:
-            head, embedding = (f"{prefix}{self._to_gecko}{name}" for name in TIED)
+            head, embedding = (own + name for name in TIED)
             if embedding in state_dict:
                 state_dict.setdefault(head, state_dict[embedding])
         known = self.state_dict(prefix=prefix)
-        wrong = [name for name in renamed if name not in known]
-        if wrong or (state_dict and not any(name.startswith(prefix + self._to_gecko) for name in state_dict)):
-            found = sorted(wrong or state_dict)
+        wrong = [name for name in renamed.values() if name not in known]
+        if wrong or (state_dict and not any(name.startswith(own) for name in state_dict)):
             errors: list[str] = args[-1]
             errors.append(
-                f"weights must be those of this model, named {self._to_gecko}… or as in a Gecko; got {found[:3]}."
-                " Folders of quantised models open with gecko.load."
+                f"weights must be those of this model, named {self._to_gecko}… or as in a Gecko; got "
+                f"{sorted(wrong or state_dict)[:3]}. Folders of quantised models open with gecko.load."
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -153,11 +147,10 @@ class GeckoPreTrainedModel(PreTrainedModel):
             return model, info
         if args and args[0] is None:
             return model
-        refused = ["missing_keys", "unexpected_keys", *([] if kwargs.get(_RESHAPE) else ["mismatched_keys"])]
-        for problem in refused:
+        reshapes = kwargs.get("ignore_mismatched_sizes")  # draws what has another shape in the folder
+        for problem in ("missing_keys", "unexpected_keys", *(() if reshapes else ("mismatched_keys",))):
             found = sorted(name if isinstance(name, str) else name[0] for name in info[problem])
-            names = [name for name in found if name not in cls._may_differ]
-            if names:
+            if names := [name for name in found if name not in cls._may_differ]:
                 raise ValueError(
                     f"{model.name_or_path} must hold the parameters of its config; {problem.replace('_', ' ')}: "
                     f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}. Quantised folders open with gecko.load."
@@ -188,24 +181,20 @@ class GeckoPreTrainedModel(PreTrainedModel):
             return
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         self._check_weights(weights)
-        config = copy.deepcopy(self.config)
+        config: Any = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.dtype = str(self.dtype).removeprefix("torch.")
         head, embedding = (self._to_gecko + name for name in TIED)
         layout = Layout(self._format, (head, embedding))
         kept = {name: x for name, x in weights.items() if not (name == head and self.config.tie_embedding)}
         write_folder(folder, config.architecture(), kept, layout, shards=_shards(kept, max_shard_size))
-        self._save_code(folder, config)
-        write_text(folder / CONFIG, config.to_json_string())
-        if self.can_generate():
-            self.generation_config.save_pretrained(folder)
-
-    def _save_code(self, folder: Path, config: Any) -> None:
-        """Write the code that ``config.auto_map`` names, if any, and update ``config.auto_map``."""
         if self._auto_class is not None:  # this class comes from remote code: copy that code
             custom_object_save(self, folder, config=config)
         elif config.auto_map:  # this class is the package's, loaded from an export
             config.auto_map = importlib.import_module("gecko.hf.export").write_code(folder)
+        write_text(folder / CONFIG, config.to_json_string())
+        if self.can_generate():
+            self.generation_config.save_pretrained(folder)
 
     def _check_weights(self, weights: dict[str, Tensor]) -> None:
         expected = self.state_dict()
@@ -238,12 +227,3 @@ def _shards(weights: dict[str, Tensor], most: int | str | None) -> list[list[str
         return []
     found = split_torch_state_dict_into_shards(weights, max_shard_size=most).filename_to_tensors
     return [list(names) for _, names in sorted(found.items())] if len(found) > 1 else []
-
-
-def _add_prefix(state_dict: dict[str, Any], prefix: str, to_gecko: str) -> list[str]:
-    """Add the model's prefix to parameters that have the names of a ``Gecko``, in place; return the new names."""
-    parts = tuple(prefix + part for part in _PARTS)
-    renamed = {name: f"{prefix}{to_gecko}{name.removeprefix(prefix)}" for name in state_dict if name.startswith(parts)}
-    for name, new in renamed.items():
-        state_dict[new] = state_dict.pop(name)
-    return list(renamed.values())

@@ -13,10 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gecko.config import PAPER, GeckoConfig
 from gecko.io.quantization import is_quantized, plain_tensors
-from gecko.layers.cema import CEMA
+from gecko.layers import CEMA, BlockRMSNorm, FeedForward, LayerNorm, RMSNorm, StepRMSNorm, TimestepNorm, is_bare
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.layers.linear import FeedForward, is_bare
-from gecko.layers.norms import BlockRMSNorm, LayerNorm, RMSNorm, StepRMSNorm, TimestepNorm
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends import dispatch
 from gecko.ops.backends.cpu import library

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gecko.config import GeckoConfig
-from gecko.layers.cema import CEMA
-from gecko.layers.linear import Terms, linear, project
-from gecko.layers.norms import RMSNorm, block_norm
+from gecko.layers import CEMA, RMSNorm, Terms, block_norm, linear, project
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, sinks_after, state_before
 from gecko.ops.common import compute_dtype
 from gecko.ops.gates import by_head, gated, silu_by_head
@@ -26,7 +23,7 @@ from gecko.ops.short_convolution import short_convolution
 from gecko.ops.timestep_norm import TimestepNormState
 from gecko.ops.working_memory import WorkingMemoryState, chunk_weights, memory_state_before, start_working_memory
 from gecko.runtime.tensors import TensorRecord, to_device
-from gecko.segments import Arriving, Pending, Ready, Segments
+from gecko.segments import Pending, Segments
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,10 @@ class MixerState(TensorRecord):
     convolution: Tensor | None = None
 
 
-class Heads(NamedTuple):
-    """States of the operators on heads, before the first token of a call."""
-
-    attention: AttentionState | None
-    memory: WorkingMemoryState | None
-
-
-class Gates(NamedTuple):
-    """Gates before their activations: of the output (B, T, value_dim), and between attention and memory."""
-
-    output: Tensor | None
-    memory: Tensor | None
+Heads = tuple[AttentionState | None, WorkingMemoryState | None]
+"""States of attention and memory before the first token of a call."""
+Gates = tuple[Tensor | None, ...]
+"""Gates before their activations: of the output (B, T, value_dim), and between attention and memory."""
 
 
 class GatedAttention(nn.Module):
@@ -69,12 +58,13 @@ class GatedAttention(nn.Module):
             config.chunk_size, config.attention, config.rope_base, config.rope_heads, config.rope_frequencies,
             config.sinks, config.bfloat16_window,
         )  # fmt: skip
-        averages, separate = config.local_mixing == "cema", config.queries_and_keys == "separate"
-        own_keys, own_values = (config.num_key_value_heads * x for x in (config.key_head_dim, config.value_head_dim))
+        separate, own_heads = config.queries_and_keys == "separate", config.num_key_value_heads
+        own_keys, own_values = own_heads * config.key_head_dim, own_heads * config.value_head_dim
         self.norm = block_norm(config)
-        average = partial(CEMA, model_dim, config.cema_modes, config.cema_skip, expansion=config.cema_expansion)
-        self.cema = average() if averages else None
-        self.cema_norm = RMSNorm(config) if averages else None
+        self.cema = self.cema_norm = None
+        if config.local_mixing == "cema":
+            self.cema = CEMA(model_dim, config.cema_modes, config.cema_skip, expansion=config.cema_expansion)
+            self.cema_norm = RMSNorm(config)
         self.to_shared = None if separate else linear(model_dim, key_dim, bias=True)
         self.to_query = linear(model_dim, key_dim, bias=config.query_key_bias) if separate else None
         self.to_key = linear(model_dim, own_keys, bias=config.query_key_bias) if separate else None
@@ -84,19 +74,18 @@ class GatedAttention(nn.Module):
         self.to_memory_gate = linear(model_dim, channels, bias=config.gate_bias) if channels else None
         self.to_hidden = linear(model_dim, model_dim, bias=True) if config.hidden_branch else None
         self.to_output = linear(value_dim, model_dim, bias=False)
-        normalised = config.query_key_norm
-        self.query_norm = RMSNorm(config, key_dim, config.num_heads) if normalised else None
-        self.key_norm = RMSNorm(config, own_keys, config.num_key_value_heads) if normalised else None
-        factor, taps = config.memory_factor, (key_dim + own_keys + own_values, config.convolution_width)
-        self.memory_factor = None if factor is None else nn.Parameter(torch.full((config.num_heads,), float(factor)))
-        self.taps = nn.Parameter(torch.zeros(taps)) if taps[1] else None
-        if self.taps is not None:
+        self.query_norm = RMSNorm(config, key_dim, config.num_heads) if config.query_key_norm else None
+        self.key_norm = RMSNorm(config, own_keys, own_heads) if config.query_key_norm else None
+        self.memory_factor = self.taps = self.scale = self.offset = None
+        if config.memory_factor is not None:
+            self.memory_factor = nn.Parameter(torch.full((config.num_heads,), float(config.memory_factor)))
+        if config.convolution_width:
+            self.taps = nn.Parameter(torch.zeros(key_dim + own_keys + own_values, config.convolution_width))
             nn.init.trunc_normal_(self.taps, std=0.1, a=-0.3, b=0.3)
-        rows = 2 if config.memory == "none" else 4
-        self.scale = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
-        if self.scale is not None:
+        if not separate:
+            rows = 2 if config.memory == "none" else 4
+            self.scale, self.offset = (nn.Parameter(torch.zeros(rows, key_dim)) for _ in range(2))
             nn.init.constant_(self.scale[2:], config.memory_key_length - 1)
-        self.offset = None if separate else nn.Parameter(torch.zeros(rows, key_dim))
 
     def forward(self, x: Tensor, state: MixerState | None, segments: Segments) -> tuple[Tensor, MixerState | None]:
         """Return y of the shape of x, (B, T, D), and the state after the last token; None if the call keeps none."""
@@ -110,9 +99,8 @@ class GatedAttention(nn.Module):
         overlaps with the values, with gate and hidden projection, and with attention.
         """
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
-        before_average = (
-            None if self.cema is None else self.cema.before(xn, None if state is None else state.cema, segments)
-        )
+        held = None if state is None else state.cema
+        before_average = None if self.cema is None else self.cema.before(xn, held, segments)
         v = self.values(xn) if self.taps is None else None
         mx, moving = xn, None
         if self.cema is not None and self.cema_norm is not None and before_average is not None:
@@ -190,7 +178,7 @@ class GatedAttention(nn.Module):
         else:
             terms, found = project_onto((x,), mx, *layers, self.to_hidden)
         each = iter(found[len(first) :])
-        return found[: len(first)], Gates(*(None if layer is None else next(each) for layer in gates)), terms
+        return found[: len(first)], tuple(None if layer is None else next(each) for layer in gates), terms
 
     def before(
         self, projections: tuple[Tensor, ...], z: Tensor, v: Tensor, state: MixerState | None, segments: Segments
@@ -202,71 +190,70 @@ class GatedAttention(nn.Module):
         computes the keys of attention and memory from z, and the summary of the chunk: that is fewer bytes than to send
         them.
         """
-        own = Heads(None, None) if state is None else Heads(state.attention, state.memory)
+        held, memory = (None, None) if state is None else (state.attention, state.memory)
         exchange, rule, chunk, pattern = segments.exchange, self.config.memory, self.config.chunk_size, self.pattern
         # The state holds two chunks: without lookback attention needs the chunk only if a rank has a single one.
         unneeded = pattern.lookback == 0 and pattern.sinks == 0 and segments.length > chunk
         if exchange is None or (rule == "none" and unneeded):
-            return Ready(own)
-        last, weights, memory, sinks = [z[:, -chunk:], v[:, :, -chunk:]], [], own.memory, []
+            return lambda: (held, memory)
+        last, weights, sinks = [z[:, -chunk:], v[:, :, -chunk:]], [], []
         if pattern.sinks:
-            held = None if own.attention is None else own.attention.sinks
-            after = sinks_after(pattern, segments, projections[1], v, held)
+            after = sinks_after(pattern, segments, projections[1], v, None if held is None else held.sinks)
             sinks = [after.keys, after.values]
         count = len(sinks)  # what is received must not keep what is sent alive
         if rule != "none":
             k = projections[3]
             batch, heads, _, key_dim = k.shape
-            memory = memory or WorkingMemoryState.empty(
-                rule, batch, heads, key_dim, v.shape[-1], compute_dtype(k), v.device
-            )
+            given = batch, heads, key_dim, v.shape[-1], compute_dtype(k), v.device
+            memory = memory or WorkingMemoryState.empty(rule, *given)
             weights = [chunk_weights(rule, chunk, k, memory, segments)]
+        arriving = exchange.send(last, [*sinks, *weights])
 
-        def receive(arrived: list[Tensor]) -> Heads:
-            before_z, values, *earlier = arrived
+        def receive() -> Heads:
+            before_z, values, *earlier = arriving()
             of_sinks, earlier = earlier[:count], earlier[count:]
             if self.to_key is None:
                 _, key, *of_memory = self.queries_and_keys((before_z,))
             else:
                 key, of_memory = self.key(before_z), [by_head(before_z, self.config.num_key_value_heads)]
-            attention = state_before(own.attention, [key, values, *of_sinks], pattern, segments, exchange)
+            attention = state_before(held, [key, values, *of_sinks], pattern, segments, exchange)
             if rule == "none" or memory is None:
-                return Heads(attention, None)
+                return attention, None
             given = memory, earlier[0], of_memory[-1], values
-            return Heads(attention, memory_state_before(rule, chunk, *given, segments, exchange))
+            return attention, memory_state_before(rule, chunk, *given, segments, exchange)
 
-        return Arriving(exchange.send(to_next=last, to_later=[*sinks, *weights]), receive)
+        return receive
 
     def mix(
         self, projections: tuple[Tensor, ...], v: Tensor, gates: Gates, before: Pending[Heads], segments: Segments
     ) -> tuple[Tensor, AttentionState, WorkingMemoryState | None]:
         """Return gated attention plus memory, (B, T, value_dim), and their states after the last token."""
-        states = before.wait()
-        recalled = self.recall(projections, v, states.memory, segments)
-        attended, attention = self.attend(projections, v, states.attention, segments)
-        reads = [one.wait() for one in recalled]
+        (q, k, *of_memory), (held, memory) = projections, before()
+        recalled = self.recall(of_memory, v, memory, segments)
+        attended, attention = chunk_attention(q, k, v, self.pattern, state=held, segments=segments)
+        reads = [wait() for wait in recalled]
         read = None
         if reads:  # query head i · shared + j is head i of read j
             read = reads[0][0] if len(reads) == 1 else torch.stack([found for found, _ in reads], 2).flatten(1, 2)
         return self.gated(attended, read, gates, segments), attention, reads[0][1] if reads else None
 
     def recall(
-        self, projections: tuple[Tensor, ...], v: Tensor, state: WorkingMemoryState | None, segments: Segments
+        self, queries_and_keys: list[Tensor], v: Tensor, state: WorkingMemoryState | None, segments: Segments
     ) -> list[Pending[tuple[Tensor, WorkingMemoryState]]]:
         """Start to read the memory, once for each head of queries that shares a head of keys; none without memory."""
         if self.config.memory == "none":
             return []
-        q, k, chunk, shared = *projections[2:], self.config.chunk_size, self.config.num_heads // v.shape[1]
+        (q, k), chunk, shared = queries_and_keys, self.config.chunk_size, self.config.num_heads // v.shape[1]
         start = partial(start_working_memory, chunk_size=chunk, rule=self.config.memory, state=state, segments=segments)
         return [start(q if shared == 1 else q[:, i::shared].contiguous(), k, v) for i in range(shared)]
 
     def gated(self, attended: Tensor, read: Tensor | None, gates: Gates, segments: Segments) -> Tensor:
         """Return attention and memory, (B, H, T, value_head_dim) each, joined and gated, (B, T, value_dim)."""
-        config, gate = self.config, gates.output
+        config, (gate, memory_gate) = self.config, gates
         if read is not None and self.memory_factor is not None:
             read = read * self.memory_factor.view(-1, 1, 1).to(read.dtype)
-        if read is not None and gates.memory is not None:
-            share = by_head(gates.memory.sigmoid(), config.num_heads)
+        if read is not None and memory_gate is not None:
+            share = by_head(memory_gate.sigmoid(), config.num_heads)
             share = share * segments.shared(("readable", config.chunk_size), partial(_readable, config.chunk_size))
             share = share.repeat_interleave(config.value_head_dim // config.memory_gate_channels, -1).to(read.dtype)
             attended, read = attended + share * (read - attended), None
@@ -281,12 +268,6 @@ class GatedAttention(nn.Module):
         if gate is not None:  # log₂(1 + 2^x)
             attended = attended * F.softplus(by_head(gate, config.num_heads), beta=math.log(2))
         return (attended if read is None else attended + read).transpose(1, 2).flatten(2)
-
-    def attend(
-        self, projections: tuple[Tensor, ...], v: Tensor, state: AttentionState | None, segments: Segments
-    ) -> tuple[Tensor, AttentionState]:
-        """Return attention of the first two ``projections``, (B, H, T, value_head_dim), and its state."""
-        return chunk_attention(projections[0], projections[1], v, self.pattern, state=state, segments=segments)
 
 
 def _readable(chunk: int, segments: Segments) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ LanguageModel = Gecko | Llama
 CONFIGS: dict[str, type[ModelConfig]] = {GECKO: GeckoConfig, LLAMA: LlamaConfig}
 """Config class by ``model_type``."""
 PRESETS: dict[str, ModelConfig] = {**GECKO_PRESETS, **LLAMA_PRESETS}
-_LOADERS: dict[type[ModelConfig], Callable[[Path], LanguageModel]] = {GeckoConfig: load, LlamaConfig: load_llama}
 
 
 def build_model(config: ModelConfig) -> LanguageModel:
@@ -46,11 +44,8 @@ def meta_model(config: ModelConfig) -> LanguageModel:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Load the ``config.json`` of any architecture. Without ``model_type`` it is read as a config of Gecko.
-
-    Raises:
-        ValueError: the file is the config of another kind of model, or not a config.
-    """
+    """Load the ``config.json`` of any architecture; without ``model_type``, of a Gecko. Raise ValueError if it is of
+    another kind of model, or not a config."""
     kind = read_object(path, "a model config").get("model_type", GECKO)
     if not isinstance(kind, str) or kind not in CONFIGS:
         raise ValueError(f"{path} must be of one of the kinds {', '.join(CONFIGS)}; it is of {kind!r}.")
@@ -61,8 +56,8 @@ def load_any(folder: str | Path) -> LanguageModel:
     """Load a model folder or run of any architecture. Errors are those of ``gecko.load``."""
     folder = model_folder(folder)
     # Without a config, Gecko's loader reports what is missing.
-    kind = type(load_config(folder / CONFIG)) if (folder / CONFIG).is_file() else GeckoConfig
-    return _LOADERS[kind](folder)
+    is_llama = (folder / CONFIG).is_file() and isinstance(load_config(folder / CONFIG), LlamaConfig)
+    return load_llama(folder) if is_llama else load(folder)
 
 
 def find_preset(name: str) -> ModelConfig:
@@ -76,10 +71,7 @@ def model_type(config: ModelConfig) -> str:
 
 
 def parse_config(value: Any, name: str, texts: bool) -> ModelConfig:
-    """Return the config of the architecture ``model_type``; without it, as in older files, that of a Gecko.
-
-    Arguments and errors are those of ``records.convert``.
-    """
+    """Convert as ``records.convert``, to the architecture ``model_type``; without it, as in older files, a Gecko."""
     if isinstance(value, ModelConfig):
         return value
     fields = dict(fields_of(value, name))

@@ -1,7 +1,5 @@
-"""The Gecko language model (Ma et al., 2026): embedding, blocks, final norm, head.
-
-``check_tokens``, ``trained_targets`` and ``run_block`` serve every architecture.
-"""
+"""The Gecko language model (Ma et al., 2026), and three functions that serve every architecture: ``check_tokens``,
+``trained_targets`` and ``run_block``."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fingerprint, read_folder, write_folder
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.io.tensors import fitted, float_dtype
-from gecko.layers.cema import CEMA
+from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm, block_norm, embedding_, is_bare, project
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.layers.linear import FeedForward, embedding_, is_bare, project
-from gecko.layers.norms import LayerNorm, RMSNorm, TimestepNorm, block_norm
 from gecko.ops.common import content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.runtime.tensors import meta_device, to_device
@@ -124,7 +120,8 @@ class Gecko(nn.Module):
         on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the
         gradients of all ranks.
         """
-        return self._loss(tokens, targets, segment_ids, None, context, keeps_state=False)[0]
+        hidden, _, targets = self._read_with_targets(tokens, targets, segment_ids, None, context, keeps_state=False)
+        return self._mean_loss(hidden, targets, context)
 
     def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
         """Return ``loss`` of targets from ``trained_targets``, for a layout that keeps no state. The host reads nothing
@@ -136,22 +133,14 @@ class Gecko(nn.Module):
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return ``loss`` of tokens that follow ``state``, and the state after them, which has gradients too.
+        """Return ``loss`` of tokens that follow ``state``, and the state after them, which has gradients too. They do
+        not reach the calls that returned ``state`` if its tensors are detached."""
+        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
+        return self._mean_loss(hidden, targets, context), state
 
-        Gradients do not reach the calls that returned ``state`` if its tensors are detached.
-        """
-        return self._loss(tokens, targets, segment_ids, state, context)
-
-    def _loss(
-        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
-        context: Context | None, keeps_state: bool = True,
-    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context, keeps_state)
-        loss = self._mean_loss(hidden, targets)
-        return loss if context is None else context.mean(loss, (targets != IGNORED).sum()), state
-
-    def _mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
+    def _mean_loss(self, hidden: Tensor, targets: Tensor, context: Context | None = None) -> Tensor:
+        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
+        return loss if context is None else context.mean(loss, (targets != IGNORED).sum())
 
     @torch.no_grad()
     def token_losses(
@@ -194,10 +183,10 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None, state: GeckoState | None, context: Context | None,
         lengths: Tensor | None = None, keeps_state: bool = True,
     ) -> tuple[Tensor, GeckoState, Segments]:  # fmt: skip
-        x, (batch, length) = self._embed(tokens), tokens.shape[:2]
+        x, (batch, length), clock = self._embed(tokens), tokens.shape[:2], None
         if state is not None:
             self.check_state(state, batch)
-        clock = None if state is None else state.clock
+            clock = state.clock
         layout: dict[str, Any] = {"segment_ids": segment_ids, "clock": clock, "device": tokens.device}
         if context is None:
             segments = Segments.build(batch, length, lengths=lengths, **layout)
@@ -220,17 +209,15 @@ class Gecko(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first block, (B, T, D), for token ids (B, T) or embeddings (B, T, D)."""
-        if tokens.dim() == 3 and tokens.is_floating_point():
-            if tokens.numel() == 0 or tokens.shape[-1] != self.config.model_dim:
-                raise ValueError(
-                    f"embeddings must have shape (batch, length, {self.config.model_dim}), batch and length at least "
-                    f"1; got {tuple(tokens.shape)}."
-                )
-            x = tokens
-        else:
+        if tokens.dim() != 3 or not tokens.is_floating_point():
             check_tokens("tokens", tokens, self.config.vocab_size)
-            x = self.embedding(tokens.long())
-        return self._scaled(x)
+            return self._scaled(self.embedding(tokens.long()))
+        if tokens.numel() == 0 or tokens.shape[-1] != self.config.model_dim:
+            raise ValueError(
+                f"embeddings must have shape (batch, length, {self.config.model_dim}), batch and length at least 1; "
+                f"got {tuple(tokens.shape)}."
+            )
+        return self._scaled(tokens)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x * math.sqrt(self.config.model_dim) if self.config.scale_embedding else x
@@ -292,11 +279,8 @@ class Gecko(nn.Module):
 
 
 def sharing_parameters(model: Gecko, added: Mapping[str, nn.Parameter] | None = None, **changes: Any) -> Gecko:
-    """Return a model with the parameters of ``model``, not copies of them, and with some fields of its config changed.
-
-    It is in evaluation mode. ``added`` are the parameters that only the new config has; those that it does not have are
-    left out.
-    """
+    """Return a model, in evaluation mode, with the parameters of ``model``, not copies, and some fields of its config
+    changed. ``added`` are the parameters that only the new config has; those that it does not have are left out."""
     with meta_device():
         other = Gecko(dataclasses.replace(model.config, **changes))
     weights = {**model.state_dict(keep_vars=True), **(added or {})}
@@ -324,12 +308,9 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int, *, ignored: bool = 
 def trained_targets(
     tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, next_begins: Tensor | None = None
 ) -> Tensor:
-    """Return ``targets`` (B, T) with −100 at the last token of every document.
+    """Return ``targets`` (B, T) with −100 at the last token of every document, which is thus never trained on the next.
 
-    A document is therefore never trained on the start of the next one.
-
-    Args:
-        next_begins: (B,) bool, whether a document starts after the last token. None: no document starts there.
+    ``next_begins`` (B,) bool says whether a document starts after the last token; None: none does.
     """
     if targets.shape != tokens.shape:
         raise ValueError(f"targets must have the tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}.")
@@ -346,40 +327,27 @@ def run_block(
     mode: ActivationCheckpointing, block: nn.Module, *inputs: Any, exchange: ContextExchange | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``.
-
-    What arrives from other ranks through ``exchange`` is kept: the recomputation does not communicate.
-    """
+    """Return ``block(*inputs, **options)``. With gradients, backward recomputes the activations given by ``mode``, but
+    not what arrived from other ranks through ``exchange``."""
     if mode == "none" or not torch.is_grad_enabled():
         return block(*inputs, **options)
-    kept = _keep_projections if mode == "selective" else noop_context_fn
+    kept = partial(create_selective_checkpoint_contexts, _PROJECTIONS) if mode == "selective" else noop_context_fn
     kept = kept if exchange is None else exchange.keeping(kept)
     # No block draws random numbers, and a captured step cannot read the generator's state.
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **options)
 
 
-_keep_projections = partial(
-    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-)
+_PROJECTIONS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-def save_model(
-    folder: str | Path, config: GeckoConfig, weights: Mapping[str, Tensor], prefix: str | None = None
-) -> None:
-    """Write a model folder. A tied head is stored once, as the embedding.
+def save_model(folder: str | Path, config: GeckoConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write a model folder. A tied head is stored once, as the embedding. Errors are those of ``Gecko.save``.
 
-    Args:
-        weights: parameters by their names in ``Gecko``; quantised ones as ``pack`` returns them.
-        prefix: written before every name. The default is the prefix of ``GeckoForCausalLM``, so that loaders that
-            match names exactly, as accelerate's do, find them; quantised weights, which those loaders cannot read, get
-            no prefix.
-
-    Raises:
-        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
-        OSError: writing failed; existing files are unchanged.
+    ``weights`` are by their names in ``Gecko``, quantised ones as ``pack`` returns them. The file has the names of
+    ``GeckoForCausalLM``, so that loaders that match names exactly, as accelerate's do, find them; quantised weights,
+    which those loaders cannot read, keep their names.
     """
-    if prefix is None:
-        prefix = WRAPPERS[0] if stored_bits(weights) is None else ""
+    prefix = WRAPPERS[0] if stored_bits(weights) is None else ""
     write_folder(folder, config, weights, GECKO, prefix)
 
 

@@ -107,12 +107,8 @@ PRESETS: dict[str, LlamaConfig] = {
 LlamaConfig.presets = PRESETS
 
 LAYOUT = Layout("gecko-llama-1", ("lm_head.weight", "model.embed_tokens.weight"))
-_ATTENTION = "gecko_documents"
-"""Name of ``_attend`` in transformers' table of attention functions."""
 MASK_ELEMENTS = 2**22
 """Largest number of query-key pairs in one mask."""
-
-Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,20 +125,23 @@ class KeyValues:
 
 
 class Llama(nn.Module):
-    """Llama language model; its parameters have the names of transformers. It needs the extra ``hf``.
-
-    ``activation_checkpointing``, ``sharded``, ``z_loss`` and ``float32_layers`` are as in
-    ``gecko.models.gecko.Gecko``.
-    """
+    """Llama language model; its parameters have the names of transformers. It needs the extra ``hf``. Attributes are as
+    in ``gecko.models.gecko.Gecko``."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         require("transformers", "hf")
         with without_log_warnings():  # of torchao, which transformers imports
+            from transformers import LlamaConfig as TransformersConfig
             from transformers import LlamaForCausalLM
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-        whole = LlamaForCausalLM(_transformers_config(config))
+        settings = TransformersConfig.from_dict({**config.for_transformers(), "use_cache": False})
+        settings._attn_implementation = "gecko_documents"
+        # Document boundaries differ between batches, so a compiled block would recompile for every batch.
+        ALL_ATTENTION_FUNCTIONS.register("gecko_documents", torch.compiler.disable(_attend))
+        whole = LlamaForCausalLM(settings)
         self.config = config
         self.activation_checkpointing: ActivationCheckpointing = "none"
         self.sharded = False
@@ -263,17 +262,6 @@ def load_llama(folder: str | Path) -> Llama:
     return model.eval()
 
 
-def _transformers_config(config: LlamaConfig) -> Any:
-    from transformers import LlamaConfig as TransformersConfig
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    # Document boundaries differ between batches, so a compiled block would recompile for every batch.
-    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, torch.compiler.disable(_attend))
-    settings = TransformersConfig.from_dict({**config.for_transformers(), "use_cache": False})
-    settings._attn_implementation = _ATTENTION
-    return settings
-
-
 class _Appending:
     """Cache for the layers of transformers. It appends new keys and values to copies of those of ``before``."""
 
@@ -290,38 +278,30 @@ class _Appending:
 
 
 class _Documents:
-    """Lengths of the documents of a call in tokens, row after row. None if every row is one document.
-
-    The list is wrapped in a class because a compiled block would specialise on the contents of a list.
-    """
+    """Lengths of the documents of a call, row after row; None if every row is one document. It is a class because a
+    compiled block would specialise on the contents of a list."""
 
     def __init__(self, segments: Segments) -> None:
-        self.lengths: list[int] | None = None
-        if segments.starts is not None:
-            starts = torch.from_numpy(segments.starts).clone()
-            starts[:, 0] = True
-            begins = torch.nonzero(starts.flatten()).flatten()
-            self.lengths = torch.diff(begins, append=torch.tensor([starts.numel()], device="cpu")).tolist()
+        self.lengths = None if segments.starts is None else [span.length for span in segments.spans]
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *,
     documents: _Documents | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute causal attention within each document; transformers calls this function.
+    """Return causal attention within each document, (B, T, H, d), and no weights; transformers calls this function.
 
-    Args:
-        query: (B, H, T, d); key and value: (B, key_value_heads, S, d), where the last T belong to the queries.
-        mask: always None; the position of a query determines its keys.
-        documents: documents of the rows. None: each row is one document, which may have earlier keys.
-
-    Returns:
-        (B, T, H, d), and None instead of attention weights.
+    The queries (B, H, T, d) belong to the last T of the keys and values (B, key_value_heads, S, d). Without
+    ``documents`` each row is one document, which may have earlier keys.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = partial(F.scaled_dot_product_attention, enable_gqa=query.shape[1] != key.shape[1])
     if documents is not None and documents.lengths is not None:
-        out = _by_document(attend, query, key, value, documents.lengths)
+        # The gradient of a split is one concatenation; that of each slice would be a whole tensor filled with zeros.
+        flat = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))
+        parts = zip(*(x.split(documents.lengths, dim=2) for x in flat), strict=True)
+        joined = torch.cat([attend(q, k, v, is_causal=True) for q, k, v in parts], dim=2)
+        out = joined.view(query.shape[1], len(query), *query.shape[2:]).transpose(0, 1)
     elif query.shape[2] == key.shape[2]:
         out = attend(query, key, value, is_causal=True)
     else:
@@ -329,16 +309,7 @@ def _attend(
     return out.transpose(1, 2), None
 
 
-def _by_document(attend: Attend, query: Tensor, key: Tensor, value: Tensor, documents: list[int]) -> Tensor:
-    batch, heads, length, width = query.shape
-    # The gradient of a split is one concatenation. The gradient of each slice would be a whole tensor filled with
-    # zeros.
-    rows = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(documents, dim=2) for x in (query, key, value)]
-    outs = [attend(q, k, v, is_causal=True) for q, k, v in zip(*rows, strict=True)]
-    return torch.cat(outs, dim=2).view(heads, batch, length, width).transpose(0, 1)
-
-
-def _after_earlier_keys(attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _after_earlier_keys(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend in blocks of queries, so that masks have at most ``MASK_ELEMENTS`` elements for any number of keys."""
     length, total = query.shape[2], key.shape[2]
     outs, size = [], max(1, MASK_ELEMENTS // total)

@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from gecko.inference.pieces import piece_length, pieces
 from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
-from gecko.parallel.p2p import Contexts, P2PGroup
+from gecko.parallel.p2p import P2PGroup
 from gecko.runtime.tensors import to_device
-from gecko.segments import Arriving, Clock, Pending, Segments
+from gecko.segments import Clock, ContextExchange, Pending, Segments
 from gecko.state import GeckoState
 
 _FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
@@ -189,10 +189,22 @@ class ContextGroup:
             return Segments.build(batch, length, segment_ids=segment_ids, clock=clock, device=device)
         parts = parts_of_call(length, chunk_size, records, clock)
         counts, reach = reaching_counts(parts, self.rank), reaching_chunks(parts, self.rank, chunk_size)
-        exchange = _RankExchange(self.line, self.rank == 0, to_device(counts, device), to_device(reach, device))
+        counts, reach = to_device(counts, device), to_device(reach, device)
+        exchange = ContextExchange(self.rank == 0, counts, reach, self._send, self.line.keeping)
         own = clock if self.rank == 0 else parts[self.rank].clock
         segments = Segments.build(batch, length, segment_ids=segment_ids, clock=own, device=device)
         return replace(segments, exchange=exchange, next_begins=self._next_begins(parts))
+
+    def _send(self, to_next: Sequence[Tensor], to_later: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """Send as ``ContextExchange.send``."""
+        near, nearest, all_later = len(to_next), [1], range(1, self.size)
+        sent = self.line.send([*to_next, *to_later], [*([nearest] * near), *([all_later] * len(to_later))])
+
+        def receive() -> list[Tensor]:
+            arrived = sent.wait()
+            return [*(x[0] for x in arrived[:near]), *arrived[near:]]
+
+        return receive
 
     def _next_begins(self, parts: list[RowsPart]) -> Tensor:
         last = self.rank == self.size - 1
@@ -267,23 +279,6 @@ class SharedRows:
         """Return, on every rank, the state after the whole rows, which follow ``clock``."""
         end = Segments.build(*self.segment_ids.shape, segment_ids=self.segment_ids, clock=clock).end
         return self.group.with_clock(state, end.tensors().values())
-
-
-@dataclass(frozen=True)
-class _RankExchange:
-    line: P2PGroup
-    first: bool
-    counts: Tensor
-    chunks_reach: Tensor
-
-    def send(self, *, to_next: Sequence[Tensor] = (), to_later: Sequence[Tensor] = ()) -> Pending[list[Tensor]]:
-        nearest, all_later, near = [1], range(1, self.line.size), len(to_next)
-        distances = [*([nearest] * near), *([all_later] * len(to_later))]
-        sent = self.line.send([*to_next, *to_later], distances)
-        return Arriving(sent, lambda arrived: [*(x[0] for x in arrived[:near]), *arrived[near:]])
-
-    def keeping(self, contexts: Contexts) -> Contexts:
-        return self.line.keeping(contexts)
 
 
 class _GroupMean(torch.autograd.Function):

@@ -22,13 +22,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gecko.config import PAPER, GeckoConfig
-from gecko.layers.cema import CEMA
-from gecko.layers.gated_attention import GatedAttention, Gates, Heads, MixerState
-from gecko.layers.linear import FeedForward, linear, project
+from gecko.layers import CEMA, FeedForward, linear, project
+from gecko.layers.gated_attention import GatedAttention, Heads, MixerState
 from gecko.models import LanguageModel
 from gecko.models.gecko import Block, Gecko
 from gecko.runtime.tensors import map_tensors
-from gecko.segments import Ready, Segments
+from gecko.segments import Segments
 from gecko.state import GeckoState
 
 _METHODS = ("loss", "loss_and_state", "token_losses")
@@ -200,14 +199,14 @@ class ShardedMixer(GatedAttention):
         ranks = self.ranks
         xn, norm = self.norm(x, None if state is None else state.norm, segments)
         channels = ranks.part(xn, -1).contiguous()
-        averaged, moving = self.cema(channels, Ready(None if state is None else state.cema), segments)
+        averaged, moving = self.cema(channels, lambda: None if state is None else state.cema, segments)
         assert self.cema_norm is not None and self.to_shared is not None and self.to_gate is not None
         mx = self.cema_norm(ranks.all_gather(averaged))
         v = self.values(xn)
         z, gate = project(mx, self.to_shared, self.to_gate)
         (y,) = project(ranks.part(mx, -1).contiguous(), self.to_hidden, onto=ranks.once(x))
-        before = Heads(None, None) if state is None else Heads(state.attention, state.memory)
-        out, attention, memory = self.mix(self.queries_and_keys((z,)), v, Gates(gate, None), Ready(before), segments)
+        before: Heads = (None, None) if state is None else (state.attention, state.memory)
+        out, attention, memory = self.mix(self.queries_and_keys((z,)), v, (gate, None), lambda: before, segments)
         (y,) = project(out, self.to_output, onto=y)
         return ranks.all_reduce(y), MixerState(norm, moving, attention, memory)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from gecko.layers.norms import BlockRMSNorm
+from gecko.layers import BlockRMSNorm
 from gecko.ops.backends.dispatch import on_gpu
 from gecko.parallel.sharding import whole
 from gecko.train.settings import OptimizerSettings

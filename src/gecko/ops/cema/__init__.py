@@ -18,7 +18,7 @@ from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked, cema_step
 from gecko.ops.cema.varlen_tiles import FEWEST, MOST_MODES
 from gecko.ops.common import check_shape, compute_dtype, full_precision, layout_of_call, run_by_length
-from gecko.segments import Arriving, Pending, Ready, Segments
+from gecko.segments import Pending, Segments
 
 __all__ = [
     "CEMACoefficients", "cema", "cema_chunked", "cema_reference", "cema_state_before", "cema_step", "empty_cema_state",
@@ -113,19 +113,20 @@ def cema_state_before(
     """
     exchange = segments.exchange
     if exchange is None:
-        return Ready(state)
+        return lambda: state
     filters = coefficients()
 
-    def receive(arrived: list[Tensor]) -> Tensor:
+    def receive() -> Tensor:
         """Decay the state of each earlier rank over the tokens of the ranks between."""
-        (ends,) = arrived
+        (ends,) = arriving()
         between = x.shape[1] * torch.arange(len(ends), device=ends.device).view(-1, 1, 1)
         kept = torch.view_as_complex(ends) * filters.decay(between).unsqueeze(1)
         earlier = torch.view_as_real((kept * (exchange.counts > 0)[..., None, None]).sum(0))
         return earlier if state is None else state + earlier
 
     _, end = cema(x, filters, state, segments=segments)
-    return Arriving(exchange.send(to_later=[end]), receive)
+    arriving = exchange.send((), [end])
+    return receive
 
 
 def _cema_cpu(

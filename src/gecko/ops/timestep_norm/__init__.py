@@ -147,7 +147,7 @@ def timestep_norm_state_before(
         return state
     state = state or TimestepNormState.empty(len(x), groups, compute_dtype(x), x.device)
     _, end = timestep_norm(x, None, None, groups, betas, eps, state, segments=segments)
-    (ends,) = exchange.send(to_later=[torch.stack([end.mean, end.variance])]).wait()
+    (ends,) = exchange.send((), [torch.stack([end.mean, end.variance])])()
     merged = _pooled(ends, exchange.counts) if betas is None else _decayed(ends, betas, exchange.counts, x.shape[1])
     mean, variance = merged.unbind(0)
     return TimestepNormState(state.count + exchange.counts.sum(0), state.mean + mean, state.variance + variance)

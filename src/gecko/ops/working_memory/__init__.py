@@ -36,7 +36,7 @@ from gecko.ops.working_memory.rules import (
     WorkingMemoryState,
 )
 from gecko.runtime.tensors import to_device
-from gecko.segments import Arriving, ContextExchange, Pending, Ready, Segments
+from gecko.segments import ContextExchange, Pending, Segments
 
 __all__ = ["ChunkSummary", "WorkingMemoryState", "working_memory", "working_memory_reference"]
 
@@ -146,14 +146,18 @@ def start_working_memory(
     """
     exchange = segments.exchange
     if exchange is None:
-        return Ready(working_memory(q, k, v, chunk_size, rule=rule, state=state, segments=segments))
+        found = working_memory(q, k, v, chunk_size, rule=rule, state=state, segments=segments)
+        return lambda: found
     assert state is not None, "a rank has the state before its first token"
     with full_precision(q):
         entered = enter_memory(rule, chunk_size, (q, k, v), state, segments)
         factor, term = entered.affine_map().split([k.shape[-1], v.shape[-1]], dim=-1)
 
-    def receive(arrived: list[Tensor]) -> tuple[Tensor, WorkingMemoryState]:
-        factors, terms = arrived
+    # The term, most of the bytes, travels in the dtype of v. On a GPU memories are rounded to it when read.
+    arriving = exchange.send((), [factor, term.to(v.dtype)])
+
+    def receive() -> tuple[Tensor, WorkingMemoryState]:
+        factors, terms = arriving()
         with full_precision(factors):
             memory = torch.zeros_like(state.memory)
             for factor, term in zip(factors.flip(0), terms.flip(0).to(memory.dtype), strict=True):
@@ -161,8 +165,7 @@ def start_working_memory(
             out, after = entered.read(state.memory + memory)
         return out.to(v.dtype), after
 
-    # The term, most of the bytes, travels in the dtype of v. On a GPU memories are rounded to it when read.
-    return Arriving(exchange.send(to_later=[factor, term.to(v.dtype)]), receive)
+    return receive
 
 
 def chunk_weights(rule: RuleName, chunk_size: int, k: Tensor, state: WorkingMemoryState, segments: Segments) -> Tensor:
