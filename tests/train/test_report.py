@@ -26,7 +26,7 @@ from gecko.runtime.process import code_name, code_version
 from gecko.runtime.tensors import memory_gib
 from gecko.train import Run, SampleSettings, replayed, train
 from gecko.train import throughput as utilisation
-from gecko.train.checkpoints.folders import write_manifest
+from gecko.train.checkpoints import write_manifest
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import MARKS, RunFacts, loss_curve, step_curve, write_report
 from gecko.train.metrics import DATA, SESSIONS, DataRecord, MetricsWriter, read_metrics, read_sessions, row_layout

@@ -21,7 +21,7 @@ from gecko.train.settings import (
 )
 
 if TYPE_CHECKING:
-    from gecko.train.checkpoints.folders import latest_checkpoint
+    from gecko.train.checkpoints import latest_checkpoint
     from gecko.train.data import replayed
     from gecko.train.health import NonFiniteError
     from gecko.train.session import TrainResult, train
@@ -29,7 +29,7 @@ else:
     _MODULES = {
         "NonFiniteError": "gecko.train.health",
         "TrainResult": "gecko.train.session",
-        "latest_checkpoint": "gecko.train.checkpoints.folders",
+        "latest_checkpoint": "gecko.train.checkpoints",
         "replayed": "gecko.train.data",
         "train": "gecko.train.session",
     }

@@ -33,7 +33,7 @@ from gecko.pages import (
 )
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version, require
-from gecko.train.checkpoints.content import write_model
+from gecko.train.checkpoints import write_model
 from gecko.train.data import RunData
 from gecko.train.evaluate import Evaluation, HeldOut, evaluate, sample_text
 from gecko.train.metrics import METRICS, read_metrics

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from gecko.parallel.mesh import ALONE, Ranks
 from gecko.runtime.private import recorded_collectives
-from gecko.train.checkpoints.content import TrainerState
 from gecko.train.optimizer import named_parameters
+from gecko.train.state import TrainerState
 
 
 class NonFiniteError(RuntimeError):

@@ -23,7 +23,7 @@ from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_check
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
 from gecko.runtime.process import flushed_denormals
 from gecko.runtime.terminal import Terminal, lasting_output
-from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.checkpoints import latest_checkpoint
 from gecko.train.finish import REPORT, RESULTS, SAMPLE
 from gecko.train.health import launcher_watched
 from gecko.train.metrics import METRICS, SESSIONS, mend_metrics, read_metrics, row_layout, run_start

@@ -26,9 +26,7 @@ from gecko.runtime.process import keep_freed_memory
 from gecko.train import prepare
 from gecko.train.budget import RunClock, measured
 from gecko.train.capture import check_capture
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.content import TrainerState, restore_snapshot, write_recipe, write_tokenizer
-from gecko.train.checkpoints.node_copies import NodeCopies
+from gecko.train.checkpoints import Checkpointer
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import finish_run, remove_results
@@ -38,6 +36,7 @@ from gecko.train.model import check_float8, starting_model
 from gecko.train.optimizer import build_optimizer
 from gecko.train.prepare import Beginning, Process, fixed_settings, launch
 from gecko.train.run import Run
+from gecko.train.state import NodeCopies, TrainerState, restore_snapshot, write_recipe, write_tokenizer
 from gecko.train.step import carried_state
 from gecko.train.throughput import describe_hardware
 from gecko.train.trainer import Trainer, TrainingProgress

@@ -24,15 +24,13 @@ from gecko.runtime.tensors import memory_gib
 from gecko.state import GeckoState
 from gecko.train.budget import RunClock
 from gecko.train.capture import CapturedGradients
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.content import TrainerState
-from gecko.train.checkpoints.folders import set_aside
-from gecko.train.checkpoints.node_copies import NodeCopies
+from gecko.train.checkpoints import Checkpointer, set_aside
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.health import StopSignal, find_nonfinite, skip_failure
 from gecko.train.metrics import Kind, MetricsWriter
 from gecko.train.run import Run
+from gecko.train.state import NodeCopies, TrainerState
 from gecko.train.step import (
     NO_TARGETS,
     BatchPart,
