@@ -80,7 +80,8 @@ class Trainer:
     ranks: Ranks
     clock: RunClock
     saver: Checkpointer
-    display: TrainingProgress
+    display: Progress
+    """Bar of one task; its console prints messages."""
     metrics: MetricsWriter | None
     """None on all ranks but the first."""
     beat: Callable[[], None]
@@ -92,9 +93,17 @@ class Trainer:
         run, position = self.run, self.position
         self.device = next(self.model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
-        common = self.model, self.optimizer, run.optimizer.clip, run.precision
         captured = CapturedGradients(self.model, run.precision) if run.capture else None
-        self._optimizer_step = Step(*common, self._spikes, self.ranks, self.carried, captured)
+        self._optimizer_step = Step(
+            self.model,
+            self.optimizer,
+            run.optimizer.clip,
+            run.precision,
+            self._spikes,
+            self.ranks,
+            self.carried,
+            captured,
+        )  # fmt: skip
         self._flags = DelayedSum(self.ranks)
         self._pending: _InFlight | None = None
         self._mark: float | None = None
@@ -158,7 +167,7 @@ class Trainer:
         fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}", *(["profile=none"] if late else [])]
         self.run = self.run.with_settings(*fixed)
         self.saver.use(self.run)
-        self.display.say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
+        self._say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
 
     def _due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self.run.steps
@@ -265,33 +274,28 @@ class Trainer:
     def _advance(self, seconds: float, *, skipped: bool) -> None:
         old = self.position
         self.position = TrainerState(
-            step=old.step + 1,
-            seconds=old.seconds + seconds,
-            elapsed=self.clock.elapsed,
-            skipped=old.skipped + skipped,
+            step=old.step + 1, seconds=old.seconds + seconds, elapsed=self.clock.elapsed, skipped=old.skipped + skipped,
             consecutive_skips=old.consecutive_skips + 1 if skipped else 0,
-            recent_losses=tuple(self._spikes.losses),
-            recent_grad_norms=tuple(self._spikes.grad_norms),
-        )
+            recent_losses=tuple(self._spikes.losses), recent_grad_norms=tuple(self._spikes.grad_norms),
+        )  # fmt: skip
 
     def _report(self, result: StepResult, pending: _InFlight, cause: str | None) -> None:
         step = self.position.step
         speed = (self.run.tokens_before(step) - self.run.tokens_before(step - 1)) / pending.seconds
         values = {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": pending.rate,
-            "tokens_per_second": speed,
-            "mfu": speed * self._mfu_per_speed,
-            "memory_gib": memory_gib(self.device),
-            "data_seconds": pending.waited,
-            "seconds": self.position.seconds,
-            "skips": self.position.skipped,
-        }
+            "loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": pending.rate,
+            "tokens_per_second": speed, "mfu": speed * self._mfu_per_speed, "memory_gib": memory_gib(self.device),
+            "data_seconds": pending.waited, "seconds": self.position.seconds, "skips": self.position.skipped,
+        }  # fmt: skip
         self._write("train", values if cause is None else {**values, "skipped": cause})
-        self.display.update(step, self.run.steps, result.loss, speed)
+        (task,) = self.display.task_ids
+        shown = {"loss": f"{result.loss:.4f}", "speed": f"{speed:,.0f}"}
+        self.display.update(task, completed=step, total=self.run.steps, **shown)
         if cause is not None:
-            self.display.say(f"step {step} skipped: {cause}")
+            self._say(f"step {step} skipped: {cause}")
+
+    def _say(self, message: str) -> None:
+        self.display.console.print(message)
 
     def _write(self, kind: Kind, values: Mapping[str, Any]) -> None:
         if self.metrics is not None:
@@ -307,7 +311,7 @@ class Trainer:
         self._write("validation", dataclasses.asdict(result))
         end = "" if self.run.steps is None else f" of {self.run.steps}"
         loss = f"held-out loss {result.loss:.4f} nats per token{result.note}"
-        self.display.say(f"step {self.position.step}{end}: {loss}")
+        self._say(f"step {self.position.step}{end}: {loss}")
 
     def _save(self) -> None:
         self.beat()
@@ -318,34 +322,12 @@ class Trainer:
         self._saved, self._overdue, self._unproven = self.position.step, False, True
 
 
-class TrainingProgress:
-    """Context that shows a progress bar: steps, loss (nats per token), tokens/s, elapsed and remaining time."""
-
-    def __init__(self, console: Console, step: int, steps: int | None) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            console=console,
-        )
-        self._task = self._progress.add_task("training", total=steps, completed=step, loss="-", speed="-")
-
-    def update(self, step: int, steps: int | None, loss: float, tokens_per_second: float) -> None:
-        speed = f"{tokens_per_second:,.0f}"
-        self._progress.update(self._task, completed=step, total=steps, loss=f"{loss:.4f}", speed=speed)
-
-    def say(self, message: str) -> None:
-        self._console.print(message)
-
-    def __enter__(self) -> TrainingProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+def training_bar(console: Console, step: int, steps: int | None) -> Progress:
+    """Return a bar with one task: steps, loss (nats per token), tokens/s, elapsed and remaining time."""
+    bar = Progress(
+        TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False), console=console,
+    )  # fmt: skip
+    bar.add_task("training", total=steps, completed=step, loss="-", speed="-")
+    return bar
