@@ -112,17 +112,14 @@ _ADDED_ONCE = "mixer.to_hidden.bias"
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A rank and its communication with the other ranks.
-
-    Args:
-        all_reduce: returns the sum of the ranks' tensors, and may write into its argument.
-        all_gather: concatenates the ranks' tensors along the last dimension, in the order of ranks.
-    """
+    """A rank and its communication with the other ranks."""
 
     rank: int
     size: int
     all_reduce: Callable[[Tensor], Tensor]
+    """Returns the sum of the ranks' tensors, and may write into its argument."""
     all_gather: Callable[[Tensor], Tensor]
+    """Concatenates the ranks' tensors along the last dimension, in the order of ranks."""
 
     def part(self, tensor: Tensor, dimension: int) -> Tensor:
         """Return this rank's part of a tensor, a view."""
