@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,8 +53,7 @@ class HeldOut:
         """Return at most ``rows`` rows of whole chats. The targets are the tokens of answers."""
         packed = ChatRows(corpus, sequence_length, seed=0)
         chosen = [packed.packed_row(row) for row in range(min(rows, packed.rows_per_epoch))]
-        columns = (torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True))
-        joined = Batch(*columns)
+        joined = Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True)))
         return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 
     def spread(self, rows: int) -> HeldOut:
@@ -103,12 +103,9 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel,
-    held_out: HeldOut,
-    precision: Precision,
-    ranks: Ranks = ALONE,
+    model: LanguageModel, held_out: HeldOut, precision: Precision, ranks: Ranks = ALONE,
     beat: Callable[[], None] = lambda: None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Return the loss of ``model`` on the held-out rows, in float32 and summed in float64. All ranks call it together.
 
     Ranks that gather a model's matrices in bfloat16 for training have no others, and compute with those.
@@ -161,15 +158,13 @@ class SamplePrompt:
 
 def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
     """Generate and return the continuation of a prompt."""
+    options: dict[str, Any] = {
+        "max_new_tokens": run.sample.tokens, "temperature": run.sample.temperature, "seed": run.seed,
+        "stop_tokens": prompt.stops,
+    }  # fmt: skip
     with without_float8(model, run.precision):
-        return tokenizer.decode([token for _, token in _tokens(run, model, prompt.ids, prompt.stops)])
-
-
-def _tokens(run: Run, model: LanguageModel, prompt: Tensor, stops: frozenset[int]) -> Iterable[NewToken]:
-    count, temperature = run.sample.tokens, run.sample.temperature
-    if isinstance(model, Llama):
-        reading = prefill_llama(model, [prompt])
-        return LlamaStream(
-            model, reading, seed=run.seed, temperature=temperature, max_new_tokens=count, stop_tokens=stops
-        )
-    return stream(model, prompt, max_new_tokens=count, temperature=temperature, seed=run.seed, stop_tokens=stops)
+        if isinstance(model, Llama):
+            new: Iterable[NewToken] = LlamaStream(model, prefill_llama(model, [prompt.ids]), **options)
+        else:
+            new = stream(model, prompt.ids, **options)
+        return tokenizer.decode([token for _, token in new])

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gecko.data.packing import ROW_LAYOUT
-from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file, write_text
+from gecko.io.files import Record, as_lines, parse_object, read_lines, whole_file, write_text
 from gecko.records import build
 from gecko.runtime.process import code_version, require
 from gecko.train.run import RECIPE
 
 METRICS = "metrics.jsonl"
-_FIELDS = ("kind", "step", "loss")
+FIELDS = ("kind", "step", "loss")
+"""Fields of every line of ``metrics.jsonl``."""
 Kind = Literal["train", "validation"]
 
 
@@ -79,7 +80,7 @@ class MetricsWriter:
 
     def _keep(self) -> None:
         """Go on in the file that has replaced ``metrics.jsonl``; if that was deleted, write it again. Raise OSError if
-        the folder of the run is gone. A checkpoint would begin a second one."""
+        the folder of the run is gone: a checkpoint would begin a second one."""
         if self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
             return
         if not self._path.exists():
@@ -115,12 +116,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """Return all records in order, without an incomplete last line, which a killed process leaves. Raise ValueError if
     another line is damaged; the message names it."""
-    return read_lines(path, _FIELDS)
-
-
-def mend_metrics(path: Path) -> None:
-    """Remove torn and damaged lines from a metrics file; see ``mend_lines``."""
-    mend_lines(path, _FIELDS)
+    return read_lines(path, FIELDS)
 
 
 def seconds_by_step(records: Iterable[Record], tokens_before: Callable[[int], int]) -> dict[int, float]:
@@ -176,9 +172,8 @@ class Board:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder, self._step = folder, first_step
+        self._folder, self._step, self._hook = folder, first_step, threading.excepthook
         self._writer: Any = None
-        self._hook = threading.excepthook
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -210,8 +205,7 @@ class Board:
             )
 
     def _without_traceback(self, failure: threading.ExceptHookArgs) -> None:
-        of_writer = type(failure.thread).__name__ == "_AsyncWriterThread"
-        if not (of_writer and isinstance(failure.exc_value, OSError)):
+        if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
             self._hook(failure)
 
 
@@ -244,10 +238,8 @@ class DataRecord:
 
 
 def row_layout(checkpoint: Path | None) -> int:
-    """Return the row layout of the run of ``checkpoint``; that of new runs if it is None.
-
-    Raise ValueError if this version does not know the layout.
-    """
+    """Return the row layout of the run of ``checkpoint``, that of new runs if it is None; ValueError if this version
+    does not know it."""
     if checkpoint is None:
         return ROW_LAYOUT
     record = DataRecord.load(checkpoint)
@@ -267,12 +259,8 @@ def run_start(checkpoint: Path | None) -> datetime:
 
 
 def record_session(folder: Path, step: int | None, parameters: int, hardware: Mapping[str, str], data: str) -> None:
-    """Add a line for this session to ``sessions.jsonl``.
-
-    Args:
-        step: the session resumes after this step. None: the run starts, and with it a new file.
-        data: digest of the training data.
-    """
+    """Add a line for this session to ``sessions.jsonl``: it resumes after ``step`` (None: the run starts, and with it a
+    new file) on the training data with the digest ``data``."""
     line = {"step": step or 0, **code_version(), "parameters": parameters, "hardware": dict(hardware), "data": data}
     write_text(folder / SESSIONS, as_lines([*([] if step is None else read_sessions(folder)), line]))
 

@@ -36,11 +36,11 @@ from gecko.train.evaluate import Evaluation
 from gecko.train.finish import REPORT, RESULTS, SAMPLE, finish_run, remove_results
 from gecko.train.health import NOTICES, STACKS, StopSignal, Watchdog, launcher_watched, reported_hangs, write_notice
 from gecko.train.metrics import (
+    FIELDS,
     METRICS,
     SESSIONS,
     MetricsWriter,
     check_same_data,
-    mend_metrics,
     read_metrics,
     record_session,
     row_layout,
@@ -182,7 +182,7 @@ def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
     stack.enter_context(locked(run.folder / _LOCK, wait=False))
     _check_overwrites_nothing(run, resume)
     if resume:  # torn and damaged lines go, so that lines can be appended
-        mend_metrics(run.folder / METRICS)
+        mend_lines(run.folder / METRICS, FIELDS)
         mend_lines(run.folder / SESSIONS)
 
 
@@ -395,14 +395,11 @@ def _fit(
 
 def _last_step(run: Run) -> int:
     """Return the last step in the metrics; 0 if there is none."""
-    path = run.folder / METRICS
-    return max((r["step"] for r in read_metrics(path) if r["kind"] == "train"), default=0) if path.exists() else 0
+    return max((r["step"] for r in read_metrics(run.folder / METRICS) if r["kind"] == "train"), default=0)
 
 
 def _print_position(run: Run, step: int, source: str, console: Console) -> None:
-    done = (
-        "" if step != run.steps else ": the run is complete, and only its final loss, sample and report are made anew"
-    )
+    done = ": the run is complete, and only its final loss, sample and report are made anew" * (step == run.steps)
     console.print(f"continuing after step {step}, from {source}{done}")
     if run.profile is not None and run.profile[1] <= step:
         console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
