@@ -173,7 +173,9 @@ def call_header(batch: int, length: int, chunk_size: int, segment_ids: Tensor | 
     """Return (8,) int64: ``_FIELDS``, which must be equal on all ranks, and whether the state ends inside a chunk."""
     stand = Clock.start(batch) if clock is None else clock
     inside = bool((stand.position % chunk_size).any())
-    given = (segment_ids is not None, clock is not None, _digest(stand.position), _digest(stand.document_start), inside)
+    weights = torch.arange(batch, device="cpu") + 1
+    digests = (int((numbers * weights).sum()) for numbers in (stand.position, stand.document_start))
+    given = (segment_ids is not None, clock is not None, *digests, inside)
     return torch.tensor([batch, length, chunk_size, *map(int, given)], dtype=torch.int64, device="cpu")
 
 
@@ -200,10 +202,6 @@ def check_chunks(ranks: int, length: int, chunk_size: int, *, inside: bool) -> N
             f"a state that ranks of a context group go on from must stand at a multiple of chunk_size = {chunk_size}; "
             "this one stands inside a chunk. Read up to the chunk's end on one rank first."
         )
-
-
-def _digest(numbers: Tensor) -> int:
-    return int((numbers * (torch.arange(len(numbers), device="cpu") + 1)).sum())
 
 
 def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
@@ -279,17 +277,10 @@ class ContextGroup:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.line = P2PGroup(process_group)
+        self.rank, self.size = self.line.rank, self.line.size
         types = {device.type for device in process_group._device_types}
         # Layouts are computed on the CPU. If the group has no CPU backend, they are exchanged on its device.
         self._host = torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)))
-
-    @property
-    def rank(self) -> int:
-        return self.line.rank
-
-    @property
-    def size(self) -> int:
-        return self.line.size
 
     def slice(self, length: int, chunk_size: int) -> slice:
         """Return the columns that this rank holds of rows of ``length`` tokens. Raise ValueError if ``length`` cannot
@@ -439,14 +430,11 @@ def prefill_on_ranks(
     """Read a prompt as ``gecko.inference.read`` does, shared by the ranks of a group. Every rank gets the same result.
 
     All ranks pass the same tokens and state. The tokens at both ends that do not fill a chunk on every rank, fewer than
-    ranks × chunk_size at each end, are read by every rank.
+    ranks × chunk_size at each end, are read by every rank. Raise TypeError or ValueError as ``read`` does.
 
     Args:
         piece: tokens per rank and call, a multiple of ``chunk_size``; None: ``piece_length(model.config)``. The last
             rank's state is sent to all after each ranks × piece tokens.
-
-    Raises:
-        TypeError, ValueError: as ``read``; ``piece`` is not a multiple of the chunk size.
     """
     size, chunk = piece_length(model.config) if piece is None else piece, model.config.chunk_size
     if size < 1 or size % chunk:
@@ -467,8 +455,7 @@ def _shares(part: Tensor, position: int, unit: int, chunk: int) -> Iterable[tupl
     Return each that is not empty with whether the ranks share it."""
     before = min(-position % chunk, len(part))
     whole = (len(part) - before) // unit * unit
-    sizes = [before, whole, len(part) - before - whole]
-    shares = zip((False, True, False), part.split(sizes), strict=True)
+    shares = zip((False, True, False), part.tensor_split((before, before + whole)), strict=True)
     return [(shared, some) for shared, some in shares if len(some)]
 
 

@@ -158,10 +158,7 @@ class Ranks:
         return values
 
     def sum_on_device(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor on the ranks' devices over all ranks, bitwise identical on each.
-
-        Unlike ``sum`` it does not make the host wait.
-        """
+        """Return the sum of a tensor on the ranks' devices, bitwise identical on each. The host does not wait."""
         if self.world > 1:
             value = value.clone()
             dist.all_reduce(value)
@@ -276,10 +273,8 @@ def only_first_rank_reports() -> Iterator[None]:
 
 @contextmanager
 def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None) -> Iterator[Ranks]:
-    """Context in which the ranks that torchrun started are connected: by gloo for CPU tensors, by NCCL for CUDA.
-
-    A collective of any group fails if it takes longer than ``timeout`` (None: half an hour).
-    """
+    """Context in which the ranks that torchrun started are connected: by gloo for CPU tensors, by NCCL for CUDA. A
+    collective of any group fails if it takes longer than ``timeout`` (None: half an hour)."""
     rank, world, _ = launched()
     if world == 1:
         yield Ranks()

@@ -77,10 +77,8 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
 
 
 def sum_over_replicas(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward passes sum gradients over the replicas, or accumulate them for a later one.
-
-    Each backward pass sums them over the ranks that share a replica, so a rank accumulates only its shard.
-    """
+    """Set whether the next backward passes sum gradients over the replicas, or accumulate them for a later one. Each
+    sums them over the ranks that share a replica, so a rank accumulates only its shard."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)
 

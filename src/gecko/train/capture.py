@@ -61,11 +61,8 @@ class CapturedGradients:
     def __call__(self, parts: Sequence[BatchPart]) -> Tensor:
         """Replace the parameters' gradients by those of the parts, and return their loss, () float64 on the device.
 
-        If the memory does not suffice for several graphs, there is one from then on.
-
-        Raises:
-            RuntimeError: a step of this model and shape cannot be captured.
-            torch.OutOfMemoryError: the memory does not suffice for a graph.
+        If the memory does not suffice for several graphs, there is one from then on. RuntimeError: a step of this model
+        and shape cannot be captured. OutOfMemoryError: the memory does not suffice for one graph.
         """
         try:
             return self._sum(parts)

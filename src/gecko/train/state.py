@@ -147,11 +147,8 @@ def restore_snapshot(
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
-    """Fill ``tensors``, which may be sharded in any way, from a checkpoint.
-
-    All ranks call it together, or one rank with ``alone``. Raise ValueError if a tensor is missing, differs in shape or
-    kind of dtype, or is not finite.
-    """
+    """Fill ``tensors``, which may be sharded in any way, from a checkpoint. All ranks call it together, or one with
+    ``alone``. ValueError: a tensor is missing, differs in shape or kind of dtype, or is not finite."""
     shards = path / SHARDS
     if shards.is_dir():
         path = shards
@@ -171,10 +168,8 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
 
 
 def _stored(metadata: Any, names: Collection[str]) -> dict[str, Tensor]:
-    """Return tensors on ``meta`` like those that a checkpoint holds, of the first part's dtype or another part's.
-
-    A tensor whose parts do not add up to it has one dimension.
-    """
+    """Return tensors on ``meta`` like those that a checkpoint holds, of the dtype of the first part, or of one that is
+    not floating; a tensor whose parts do not add up to it has one dimension."""
     parts: dict[str, list[Any]] = {}
     for index, part in metadata.storage_data.items():
         parts.setdefault(index.fqn, []).append(part)
@@ -188,7 +183,6 @@ def _stored(metadata: Any, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def read_trainer_state(path: Path) -> TrainerState:
-    """Return the trainer state of a checkpoint. ValueError that names its file if it is damaged."""
     return parse_object(path / _TRAINER, "a trainer's state", partial(build, TrainerState))
 
 
@@ -217,11 +211,9 @@ def host_stager(device: str) -> DefaultStager:
     For CUDA the memory is pinned, because a GPU copies to it several times as fast. The host waits for the copy: the
     next step of the optimizer changes the tensors.
     """
-    on_gpu = device == "cuda" and torch.cuda.is_available()
+    pinned = device == "cuda" and torch.cuda.is_available()
     return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-        )
+        StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned)
     )
 
 
@@ -287,10 +279,8 @@ class NodeCopies:
     def restore(
         self, model: LanguageModel, optimizer: torch.optim.Optimizer, after: int, until: int
     ) -> TrainerState | None:
-        """Load the newest step in ``after`` + 1 .. ``until`` of which the nodes hold every shard.
-
-        Return the state of the trainer; None if there is no such step, and then model and optimizer are unchanged.
-        """
+        """Load the newest step in ``after`` + 1 .. ``until`` of which the nodes hold every shard, and return the state
+        of the trainer; None if there is no such step, and nothing has changed."""
         held = self._held()
         nodes = self._ranks.gather({key: position for key, (_, position) in held.items()})
         steps = {step for here in nodes for step, _ in here if after < step <= until}

@@ -1,8 +1,8 @@
 """The training loop: steps, held-out losses and checkpoints until the last step or a request to stop.
 
 The host reads the numbers of a step after it started the next one, so the device always has work. If the step was
-skipped, the device has held the next one, which then changed nothing and is computed again. Losses and weights are
-those of a loop that waits for each step.
+skipped, the device has held the next one, which is then computed again: losses and weights are those of a loop that
+waits for each step.
 """
 
 from __future__ import annotations
@@ -65,10 +65,8 @@ class _InFlight:
 
 @dataclass
 class Trainer:
-    """Training loop of a run. Every rank has one, and all call it together.
-
-    Without a number of steps, the first rank's ``clock`` says when the decay begins, which fixes the number.
-    """
+    """Training loop of a run; all ranks call it together. Without a number of steps, the first rank's ``clock`` says
+    when the decay begins, which fixes the number."""
 
     run: Run
     model: LanguageModel
@@ -94,16 +92,8 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
         captured = CapturedGradients(self.model, run.precision) if run.capture else None
-        self._optimizer_step = Step(
-            self.model,
-            self.optimizer,
-            run.optimizer.clip,
-            run.precision,
-            self._spikes,
-            self.ranks,
-            self.carried,
-            captured,
-        )  # fmt: skip
+        common = self.model, self.optimizer, run.optimizer.clip, run.precision
+        self._optimizer_step = Step(*common, self._spikes, self.ranks, self.carried, captured)
         self._flags = DelayedSum(self.ranks)
         self._pending: _InFlight | None = None
         self._mark: float | None = None
@@ -161,7 +151,7 @@ class Trainer:
         return not stopped and (self.run.steps is None or done < self.run.steps)
 
     def _decay_after(self, done: int) -> None:
-        """Fix the number of steps. It is on disk before a rate depends on it, so that the run resumes exactly."""
+        """Fix the number of steps, on disk before a rate depends on it, so that the run resumes exactly."""
         decay = self.run.schedule.decay_after(done)
         late = self.run.profile is not None and self.run.profile[0] > done + decay
         fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}", *(["profile=none"] if late else [])]
@@ -173,7 +163,6 @@ class Trainer:
         return step % every == 0 or step == self.run.steps
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate the model and save a checkpoint after the steps for which they are due."""
         step = self.position.step
         if self._due(self.run.evaluation.every, step):
             self._evaluate()
@@ -201,7 +190,7 @@ class Trainer:
             self._settle()
 
     def _start(self, number: int) -> _InFlight:
-        """Start a step, counted from 1. The host waits for nothing but the batch."""
+        """Start the step ``number``. The host waits for nothing but the batch."""
         begin = self.clock.now()
         rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, number - 1, self.run.steps)
         batch = self.batches.batch(number - 1)
