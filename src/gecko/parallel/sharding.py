@@ -38,8 +38,8 @@ _METHODS = ("loss", "loss_and_state", "token_losses")
 def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> None:
     """Shard ``model`` among the ranks of ``mesh`` in place. The parameters of a block are gathered when it runs.
 
-    Parameters and gradient reductions stay float32. With ``bfloat16`` the matrices of blocks are gathered, and their
-    gradients computed, in bfloat16; norms, CEMA, embedding and head stay float32.
+    With ``bfloat16`` the matrices of blocks are gathered, and their gradients computed, in bfloat16. Parameters,
+    gradient reductions, norms, CEMA, embedding and head stay float32.
     """
     # FSDP must not cast a block's float32 inputs, because they include its state.
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)

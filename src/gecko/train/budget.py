@@ -92,7 +92,8 @@ class RunClock:
 
 WARMUP_STEPS = 4
 """Steps that are not timed, because the first steps of a process are several times slower than the rest."""
-TIMED_STEPS = 8
+TIMED_STEPS, _SAMPLED = 8, 8
+"""Steps, and tokens of the sample, that are timed."""
 MEASURING_PART = 0.1
 """Maximum fraction of the time budget spent on measuring; at least one step is measured."""
 EVALUATING_PART = 0.1
@@ -101,11 +102,8 @@ WRITE_BYTES_PER_SECOND = 200e6
 """Assumed speed of saving a checkpoint: write, flush to disk and read for the checksums."""
 REPORT_SECONDS = 6.0
 """Assumed time to draw the report and to end the process."""
-SLACK_SECONDS = 20.0
-SLACK_PART = 0.1
+SLACK_SECONDS, SLACK_PART = 20.0, 0.1
 """A run of one step may end this many seconds, or this fraction of the budget, after the budget."""
-_SAMPLED = 8
-"""Number of tokens generated to time the sample."""
 
 
 def measured(

@@ -86,7 +86,6 @@ def write_checkpoint(folder: Path, step: int, write_files: Callable[[Path], None
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path:
-    """Return a new, empty folder for a checkpoint."""
     partial = folder / f"{_UNFINISHED}{PREFIX}{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     remove_unfinished(folder)
@@ -151,10 +150,8 @@ def keep_newest(folder: Path, step: int, keep: int, keep_every: int | None = Non
 
 
 def set_aside(folder: Path, step: int) -> str:
-    """Rename the checkpoints of ``step`` and later, so that the run resumes from the newest sound one before them.
-
-    Return how to go on after a session that ended in skipped steps.
-    """
+    """Rename the checkpoints of ``step`` and later, so that the run resumes from the newest sound one before them, and
+    return how to go on after a session that ended in skipped steps."""
     written = list_checkpoints(folder)
     bad = [path for path in written if checkpoint_step(path) >= step]
     good = next((path for path in written if path not in bad and find_fault(path) is None), None)
@@ -176,10 +173,10 @@ def set_aside(folder: Path, step: int) -> str:
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Path | None:
-    """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
+    """Return the newest undamaged checkpoint; None if the folder has none. Damaged ones are skipped with a warning.
 
-    Damaged and unreadable checkpoints are skipped with a warning. All ``ranks`` call this together and get the same
-    result or fail together: ValueError if all checkpoints are damaged, OSError if the first rank cannot list them.
+    All ``ranks`` call it together, and get the same result or fail together: ValueError if all checkpoints are damaged,
+    OSError if the first rank cannot list them.
     """
     candidates = ranks.main(lambda: list_checkpoints(folder))
     for path in candidates:
@@ -263,11 +260,8 @@ def write_average(checkpoints: Sequence[Path], folder: Path) -> None:
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """Planner of one run's saves, which have one plan: who writes which part of which tensor.
-
-    The first save gathers and divides the ranks' plans. Later ones compare their own part with it and exchange nothing
-    if it is the same.
-    """
+    """Planner of one run's saves: the first gathers and divides the ranks' plans of who writes which part of which
+    tensor; later ones compare their own part with it and exchange nothing if it is the same."""
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
@@ -420,7 +414,6 @@ def lowest_loss(checkpoints: list[Path]) -> Path:
 
 
 def _recent_loss(checkpoint: Path) -> float:
-    """Return the mean of the recent losses; infinity if the checkpoint has none or is damaged."""
     try:
         losses = read_trainer_state(checkpoint).recent_losses
     except (ValueError, OSError):

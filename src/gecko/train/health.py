@@ -45,8 +45,7 @@ def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks
     """Run ``compute`` (loss and gradients of the batch) again and name the first value that is not finite.
 
     The order is: parameters, outputs of modules (innermost first, in order of the forward pass), the loss, gradients of
-    parameters (in order of the backward pass). Gradients are cleared. All ranks call it together and get the same
-    answer.
+    parameters (in order of the backward pass). Gradients are cleared. All ranks get the same answer.
     """
     names = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
     cause = _first(ranks, f"the parameter {names[0]} is not finite" if names else None)
@@ -217,11 +216,9 @@ class Watchdog:
     """Context that ends a process which makes no progress.
 
     Without a ``beat`` for ``minutes``, the stacks of all threads are written to ``folder/rank-N.txt``, and soon after
-    the process ends by SIGALRM. Ranks that wait for a hanging rank end in the same way, so every rank writes its stack.
-    One timer is a C thread and the other one the kernel's, so neither needs the hanging interpreter.
-
-    If the interpreter runs, a thread also writes the last collectives of the rank to ``folder/flight-N``. Without
-    ``minutes`` there is no watch.
+    the process ends by SIGALRM. So do ranks that wait for a hanging one. One timer is a C thread and the other one the
+    kernel's, so neither needs the hanging interpreter. If that runs, a thread also writes the last collectives of the
+    rank to ``folder/flight-N``. Without ``minutes`` there is no watch.
     """
 
     def __init__(self, folder: Path, rank: int, minutes: float | None) -> None:

@@ -1,8 +1,7 @@
 """Records of a run: ``metrics.jsonl``, its copies in TensorBoard and Weights & Biases, and ``sessions.jsonl``.
 
-``metrics.jsonl`` has one JSON object per line, and each step once. ``sessions.jsonl`` has one line for each time the
-run was started or resumed: code version, hardware and data. Every checkpoint holds a ``DataRecord``, so that a run can
-be resumed without its sessions.
+``metrics.jsonl`` has one JSON object per line, and each step once; ``sessions.jsonl`` a line for each time the run was
+started or resumed. Every checkpoint holds a ``DataRecord``, so that a run can be resumed without its sessions.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class MetricsWriter:
         self._wandb = None if wandb is None else _weights_and_biases(folder, wandb, settings)
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Write one record. ``step`` is the number of finished optimizer steps. Raise OSError if the record cannot be
-        written; the message says what to do."""
+        """Write one record after ``step`` finished steps. Raise OSError that says what to do if that fails."""
         record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         self._keep()
@@ -114,8 +112,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return all records in order, without an incomplete last line, which a killed process leaves. Raise ValueError if
-    another line is damaged; the message names it."""
+    """Return all records in order, without a torn last line; ValueError that names another damaged line."""
     return read_lines(path, FIELDS)
 
 
@@ -152,7 +149,7 @@ def _finite(value: Any) -> Any:
 
 
 def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] | None) -> Any:
-    """Start the run of this folder on Weights & Biases, or continue it. Its charts are over ``step``."""
+    """Start or continue the run of this folder. Its charts are over ``step``."""
     wandb = require("wandb", "wandb")
     name = folder / "wandb-id"
     if not name.exists():
@@ -253,7 +250,7 @@ def row_layout(checkpoint: Path | None) -> int:
 
 
 def run_start(checkpoint: Path | None) -> datetime:
-    """Return the time at which the run of ``checkpoint`` was started; now for a new run, and where it is not known."""
+    """Return when the run of ``checkpoint`` was started; now for a new run, and where it is not known."""
     record = None if checkpoint is None else DataRecord.load(checkpoint)
     return datetime.now() if record is None or record.started is None else datetime.fromisoformat(record.started)
 

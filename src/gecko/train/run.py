@@ -190,7 +190,6 @@ class Run:
         """
         values = self.to_dict()
         set_fields(values, overrides, NOT_SETTINGS)
-        # The command needs only the last value of each key.
         latest = {override.partition("=")[0]: override for override in (*self.overrides, *overrides)}
         changed = build(Run, values, texts=True)
         return dataclasses.replace(changed, overrides=tuple(latest.values()))

@@ -80,8 +80,8 @@ def train(
 ) -> TrainResult:
     """Train ``run`` to its last step, or until Ctrl-C or SIGTERM, which save a checkpoint and return.
 
-    A process that torchrun started trains as one of its ranks. If one rank fails, all do: the first rank raises the
-    error and the others raise SystemExit. The last checkpoint is kept after every error.
+    A process that torchrun started trains as one of its ranks. If one rank fails, all do: the first raises the error,
+    the others SystemExit. The last checkpoint is kept after every error.
 
     Args:
         resume: continue from the newest undamaged checkpoint in ``run.output``; start the run if there is none.
@@ -187,7 +187,6 @@ def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
 
 
 def _check_no_model(run: Run) -> None:
-    """Raise FileExistsError if the run's folder holds a model, ValueError if it has one beside those of a run."""
     check_one_model(run.folder)
     if (run.folder / CONFIG).exists() and run_or_checkpoint(run.folder) != "a training run":
         raise FileExistsError(
@@ -197,7 +196,6 @@ def _check_no_model(run: Run) -> None:
 
 
 def _check_overwrites_nothing(run: Run, resume: bool) -> None:
-    """Raise FileExistsError if the folder holds a run that this session would overwrite."""
     if (folder := run.checkpoints_folder).exists() and not folder.is_dir():
         raise FileExistsError(
             f"{folder} must be a folder, or the name of a new one; it is a file. Move it away, or choose another "
@@ -219,7 +217,7 @@ def _check_overwrites_nothing(run: Run, resume: bool) -> None:
 
 
 def _check_files_of_others(run: Run) -> None:
-    """Raise FileExistsError if the folder is not that of a run, but has a file that a run would replace or delete."""
+    """Refuse a folder that is not that of a run, but has a file that a run would replace or delete."""
     if (run.folder / METRICS).exists() or _holds_recipe(run.folder / RECIPE):
         return
     replaced = [run.folder / name for name in (RECIPE, SAMPLE, REPORT)]
@@ -242,10 +240,8 @@ def _holds_recipe(path: Path) -> bool:
 
 
 def _fixed_at_begin(run: Run) -> list[str]:
-    """Return what a session fixed that was killed before its first checkpoint, if all else is equal.
-
-    Raise ValueError if another run trained in the folder.
-    """
+    """Return what a session fixed that was killed before its first checkpoint, if all else is equal. ValueError if
+    another run trained in the folder."""
     recipe = run.folder / RECIPE
     if not recipe.is_file():
         return []
@@ -294,7 +290,6 @@ def _fixed_until(run: Run, checkpoint: Path) -> list[str]:
 
 
 def _check_same_minutes(run: Run, saved: Run) -> None:
-    """Raise ValueError if ``minutes`` changed after fixing the steps, or if not fixed and ``run`` ignores the clock."""
     if saved.steps is not None and run.minutes != saved.minutes:
         raise ValueError(
             f"minutes become steps once, and this run's are fixed at {saved.steps}; "
@@ -313,8 +308,8 @@ def _check_same_run(run: Run, earlier: Run, what: str) -> None:
     for name, value in fixed_settings(earlier).items():
         if value != given.get(name):
             raise ValueError(
-                f"{name} must be what {what}, {value!r}; got {given.get(name)!r}. "
-                "Leave it as it was, or start a new run with another output=."
+                f"{name} must be what {what}, {value!r}; got {given.get(name)!r}. Leave it as it was, or start a new "
+                "run with another output=."
             )
 
 
@@ -344,7 +339,6 @@ def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> N
 
 
 def _check_same_texts(run: Run, checkpoint: Path | None, data: RunData, console: Console) -> None:
-    """Raise ValueError if the texts are other ones than those that the run started with."""
     if checkpoint is not None and not check_same_data(run.folder, checkpoint, data.record.digest):
         console.print(
             f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
@@ -408,10 +402,8 @@ def _print_position(run: Run, step: int, source: str, console: Console) -> None:
 def _records(
     run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks
 ) -> MetricsWriter | nullcontext[None]:
-    """Write recipe, tokenizer, config and a line about this session, which resumes after ``step`` (None: starts).
-
-    Return the writer of the metrics. Ranks other than the first write nothing.
-    """
+    """Write recipe, tokenizer, config and a line about this session, which resumes after ``step`` (None: starts), and
+    return the writer of the metrics. Ranks other than the first write nothing."""
     if not ranks.is_main:
         return nullcontext()
     write_recipe(run)

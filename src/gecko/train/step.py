@@ -1,7 +1,7 @@
 """One optimizer step: gradient accumulation, carried states, clipping, spike detection and the learning-rate schedule.
 
-The device decides whether a step changes the model. The host reads loss, gradient norm and decision later, so it never
-waits for the device between a batch and the optimizer.
+The device decides whether a step changes the model. The host reads the numbers later, and never waits for the device
+between a batch and the optimizer.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ class StartedStep:
 
 
 def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = ALONE) -> list[BatchPart]:
-    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns. Raise
-    ValueError if the rows of a single rank have no targets. Several ranks learn this on the device only."""
+    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns.
+    ValueError if the rows of a single rank have no targets; several ranks learn this on the device only."""
     here = ranks.columns(batch.tokens.shape[1])
     tokens, targets = (to_device(x[:, here], device).chunk(parts) for x in (batch.tokens, batch.targets))
     # NumPy counts on the host.
@@ -226,10 +226,7 @@ class CarriedState:
     def loss(
         self, part: int, tokens: Tensor, targets: Tensor, segment_ids: Tensor, context: SharedRows | None = None
     ) -> Tensor:
-        """Return the mean loss of the rows of a part, read after the states of its lanes; keep the states after it.
-
-        ``segment_ids`` are on the CPU; ``context`` are the ranks that share the rows.
-        """
+        """Return the mean loss of the rows of a part, read after the states of its lanes; keep the states after it."""
         before = self.before[part]
         loss, state = self._model.loss_and_state(tokens, targets, segment_ids, before, context)
         state = state.map(torch.Tensor.detach)

@@ -69,8 +69,8 @@ def select_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether bf16 products are faster than float32 on ``device``: whether it has instructions for them, and on
-    a CPU whether the C kernels, if there are any, were built with them."""
+    """Return whether bf16 products are faster than float32: whether the device has instructions for them, and on a CPU
+    whether the C kernels, if there are any, were built with them."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     in_hardware = has_bfloat16_products() or has_bfloat16_tiles()
@@ -154,10 +154,8 @@ def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> f
 
 
 class ProfileWindow:
-    """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace.
-
-    A session that starts or ends within the window writes its part of the steps; the file name contains their range.
-    """
+    """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace. A
+    session that starts or ends within the window writes its part; the file name contains the range."""
 
     def __init__(self, window: tuple[int, int] | None, folder: Path, rank: int) -> None:
         self._window, self._folder, self._rank = window, folder, rank
