@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -275,12 +276,22 @@ def reaching_chunks(parts: list[RowsPart], rank: int, chunk_size: int) -> Tensor
 class ContextGroup:
     """The ranks that share rows, in the order of their parts."""
 
+    rows: Tensor | None = None
+    """(B, ranks × T) segment ids of the whole rows of a call on the CPU, if every rank knows them."""
+
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.line = P2PGroup(process_group)
         self.rank, self.size = self.line.rank, self.line.size
         types = {device.type for device in process_group._device_types}
         # Layouts are computed on the CPU. If the group has no CPU backend, they are exchanged on its device.
         self._host = torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)))
+
+    def of_rows(self, segment_ids: Tensor) -> ContextGroup:
+        """Return the group for calls on these ``rows``: every rank then computes the layout of all, and nothing is
+        exchanged on the host."""
+        known = copy(self)
+        known.rows = segment_ids
+        return known
 
     def slice(self, length: int, chunk_size: int) -> slice:
         """Return the columns that this rank holds of rows of ``length`` tokens. Raise ValueError if ``length`` cannot
@@ -298,18 +309,26 @@ class ContextGroup:
         segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
     ) -> Segments:  # fmt: skip
         """Return the documents of this rank's tokens, their positions in the stream, and the exchange with other ranks.
-        Raise ValueError on all ranks if the ranks hold different numbers of chunks or their calls differ."""
-        check_headers(self._gather(call_header(batch, length, chunk_size, segment_ids, clock)))
-        if segment_ids is None:
-            records = no_documents(self.size, batch, clock)
-        else:
-            records = self._gather(document_record(segment_ids, chunk_size))
-        return self._lay_out(batch, length, chunk_size, records, segment_ids, clock, device)
 
-    def _lay_out(
-        self, batch: int, length: int, chunk_size: int, records: Tensor, segment_ids: Tensor | None,
-        clock: Clock | None, device: torch.device,
-    ) -> Segments:  # fmt: skip
+        If the group knows the ``rows``, the ids are those of them. Raise ValueError on all ranks if the ranks hold
+        different numbers of chunks or their calls differ, or if the rows have another shape.
+        """
+        if self.rows is not None:
+            if self.rows.shape != (batch, self.size * length):
+                raise ValueError(
+                    f"the segment_ids of the whole rows must have shape {(batch, self.size * length)}; "
+                    f"got {tuple(self.rows.shape)}."
+                )
+            inside = clock is not None and bool((clock.position.numpy() % chunk_size).any())
+            check_chunks(self.size, length, chunk_size, inside=inside)
+            ids = self.rows.chunk(self.size, dim=1)
+            records, segment_ids = torch.stack([document_record(part, chunk_size) for part in ids]), ids[self.rank]
+        else:
+            check_headers(self._gather(call_header(batch, length, chunk_size, segment_ids, clock)))
+            if segment_ids is None:
+                records = no_documents(self.size, batch, clock)
+            else:
+                records = self._gather(document_record(segment_ids, chunk_size))
         if self.size == 1:
             return Segments.build(batch, length, segment_ids=segment_ids, clock=clock, device=device)
         parts = parts_of_call(length, chunk_size, records, clock)
@@ -325,13 +344,14 @@ class ContextGroup:
         ``count`` terms."""
         return _GroupMean.apply(local, count, self.line.group)
 
-    def last_state(self, state: GeckoState) -> GeckoState:
-        """Return, on every rank, the last rank's state after a call; it is the state after the whole rows."""
-        clock = self.from_last([x.to(self._host) for x in state.clock.tensors().values()])
-        return self.with_clock(state, [x.cpu() for x in clock])
-
-    def with_clock(self, state: GeckoState, clock: Iterable[Tensor]) -> GeckoState:
-        """Return the last rank's state after a call, except its clock, whose tensors are given."""
+    def last_state(self, state: GeckoState, before: Clock | None = None) -> GeckoState:
+        """Return, on every rank, the last rank's state after a call: that after the whole rows, which follow the clock
+        ``before``."""
+        if self.rows is None:
+            clock = [x.cpu() for x in self.from_last([x.to(self._host) for x in state.clock.tensors().values()])]
+        else:
+            end = Segments.build(*self.rows.shape, segment_ids=self.rows, clock=before).end
+            clock = list(end.tensors().values())
         rest = self.from_last([x for name, x in state.tensors().items() if not name.startswith("clock.")])
         found = iter([*clock, *rest])
         return state.map(lambda _: next(found))
@@ -351,44 +371,6 @@ class ContextGroup:
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.line.group)
         return torch.stack(found).cpu()
-
-
-@dataclass(frozen=True)
-class SharedRows:
-    """The ranks that share rows, in calls on rows whose documents every rank knows.
-
-    Each rank computes the layout of all ranks, so the ranks exchange nothing on the host.
-    """
-
-    group: ContextGroup
-    segment_ids: Tensor
-    """(B, ranks × T) integers on the CPU, those of the whole rows."""
-
-    def segments(
-        self, batch: int, length: int, chunk_size: int, *,
-        segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
-    ) -> Segments:  # fmt: skip
-        """Return the layout of this rank's tokens, as ``ContextGroup.segments`` does. The ids are those of the rows.
-        Raise ValueError if the rows have another shape, or the ranks do not hold whole chunks."""
-        size, rank = self.group.size, self.group.rank
-        if self.segment_ids.shape != (batch, size * length):
-            raise ValueError(
-                f"the segment_ids of the whole rows must have shape {(batch, size * length)}; "
-                f"got {tuple(self.segment_ids.shape)}."
-            )
-        inside = clock is not None and bool((clock.position.numpy() % chunk_size).any())
-        check_chunks(size, length, chunk_size, inside=inside)
-        ids = self.segment_ids.chunk(size, dim=1)
-        records = torch.stack([document_record(part, chunk_size) for part in ids])
-        return self.group._lay_out(batch, length, chunk_size, records, ids[rank], clock, device)
-
-    def mean(self, local: Tensor, count: Tensor) -> Tensor:
-        return self.group.mean(local, count)
-
-    def last_state(self, state: GeckoState, clock: Clock) -> GeckoState:
-        """Return, on every rank, the state after the whole rows, which follow ``clock``."""
-        end = Segments.build(*self.segment_ids.shape, segment_ids=self.segment_ids, clock=clock).end
-        return self.group.with_clock(state, end.tensors().values())
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         operator = torch.ops.mkldnn._linear_pointwise
     except AttributeError:
         return torch.nn.functional.linear(x, weight, bias)
-    return operator(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    y: torch.Tensor = operator(x, weight, bias, "none", [], "")
+    return y
 
 
 # Fake tensors and the process group without communication have no public names yet. Only ``gecko plan --verify`` needs

@@ -410,12 +410,12 @@ def lowest_loss(checkpoints: list[Path]) -> Path:
     If the loss jumps to higher finite values that ``SpikeRule`` accepts after a while, the checkpoint before the jump
     is so kept until the loss is as low again. ``checkpoints`` has the newest first, and at least one.
     """
-    return min(checkpoints, key=_recent_loss)
 
+    def recent_loss(checkpoint: Path) -> float:
+        try:
+            losses = read_trainer_state(checkpoint).recent_losses
+        except (ValueError, OSError):  # it is damaged
+            return math.inf
+        return statistics.fmean(losses) if losses else math.inf
 
-def _recent_loss(checkpoint: Path) -> float:
-    try:
-        losses = read_trainer_state(checkpoint).recent_losses
-    except (ValueError, OSError):
-        return math.inf
-    return statistics.fmean(losses) if losses else math.inf
+    return min(checkpoints, key=recent_loss)

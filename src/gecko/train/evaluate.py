@@ -121,29 +121,24 @@ def evaluate(
     model.eval()
     here = ranks.columns(length)
     batches = zip(count(ranks.data_rank, ranks.data_ranks), held_out.batches(device, ranks), strict=False)
-    for number, (tokens, targets, segment_ids) in batches:
+    for place, (tokens, targets, segment_ids) in batches:
         beat()
         with without_float8(model, precision), autocast(used, device):
             losses, _ = model.token_losses(tokens, targets, segment_ids, context=ranks.context)
         found = torch.stack([losses.double(), (targets != IGNORED).double()])
         by_position[:, here] += found.sum(dim=1)
-        by_row[:, number * at_once : number * at_once + len(targets)] += found.sum(dim=2)
+        by_row[:, place * at_once : place * at_once + len(targets)] += found.sum(dim=2)
     release(model)
     model.train(was_training)
-    sums = ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu())
-    return _summary(*sums, int(held_out.row_bytes.sum()), "bfloat16" if is_half(used) else "float32")
-
-
-def _summary(by_position: Tensor, by_row: Tensor, text_bytes: int, arithmetic: str) -> Evaluation:
-    """Summarise the loss sums and target counts by position (2, T) and by row (2, R)."""
-    width = -(-by_position.shape[1] // POSITION_BINS)
-    bins = nn.functional.pad(by_position, (0, -by_position.shape[1] % width)).unflatten(1, (-1, width)).sum(dim=2)
-    means = [loss / targets if targets else None for loss, targets in bins.T.tolist()]
-    total, targets = by_position.sum(dim=1).tolist()
+    by_position, by_row = ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu())
+    width = -(-length // POSITION_BINS)
+    bins = nn.functional.pad(by_position, (0, -length % width)).unflatten(1, (-1, width)).sum(dim=2)
+    means = [loss / number if number else None for loss, number in bins.T.tolist()]
+    (total, number), text_bytes = by_position.sum(dim=1).tolist(), int(held_out.row_bytes.sum())
     row_losses, row_targets = by_row.tolist()
     return Evaluation(
-        total / targets, total / text_bytes if text_bytes else math.nan, means, width, int(targets), row_losses,
-        list(map(int, row_targets)), arithmetic,
+        total / number, total / text_bytes if text_bytes else math.nan, means, width, int(number), row_losses,
+        list(map(int, row_targets)), "bfloat16" if is_half(used) else "float32",
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
+from gecko.data import ByteTokenizer, load_tokenizer
 from gecko.data.tokenizers import known_tokenizer
 from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import fingerprint, stored_prefix
@@ -112,8 +112,14 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
     known = known_tokenizer(folder)
     if known is None or known == given:
         return
+
+    def ids(name: str) -> list[int]:
+        # Of a varied text. Files cannot be compared: libraries save the same tokenizer with different bytes.
+        tokenizer = load_tokenizer(name)
+        return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
+
     try:
-        same = _ids(load_tokenizer(known)) == _ids(load_tokenizer(given))
+        same = ids(known) == ids(given)
     except (FileNotFoundError, ValueError, ImportError) as error:
         # A file or a library is missing. The bytes tokenizer needs neither: if it is ``given``, ``known`` is another.
         same = given != ByteTokenizer.name
@@ -124,11 +130,6 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
             f"data.tokenizer must be that of the model in init_from, for which other ids mean other text; {folder} was "
             f"trained with {known!r}, got {given!r}. Set data.tokenizer={known}"
         )
-
-
-def _ids(tokenizer: Tokenizer) -> list[int]:
-    """Tokenize a varied text. Files cannot be compared: libraries save the same tokenizer with different bytes."""
-    return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
 
 
 _FLOAT8_MULTIPLE = 16

@@ -177,22 +177,18 @@ def _begin(
 
 def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
     # Before the lock, which is a file in the folder: a model's folder must stay as it is.
-    _check_no_model(run)
-    # Two sessions would mix metrics and remove each other's checkpoints.
-    stack.enter_context(locked(run.folder / _LOCK, wait=False))
-    _check_overwrites_nothing(run, resume)
-    if resume:  # torn and damaged lines go, so that lines can be appended
-        mend_lines(run.folder / METRICS, FIELDS)
-        mend_lines(run.folder / SESSIONS)
-
-
-def _check_no_model(run: Run) -> None:
     check_one_model(run.folder)
     if (run.folder / CONFIG).exists() and run_or_checkpoint(run.folder) != "a training run":
         raise FileExistsError(
             f"a run must have a folder without a model; {run.folder} has a {CONFIG}, and no command could tell that "
             f"model from the run's. Choose another folder with output=, or move {CONFIG} and {WEIGHTS} away."
         )
+    # Two sessions would mix metrics and remove each other's checkpoints.
+    stack.enter_context(locked(run.folder / _LOCK, wait=False))
+    _check_overwrites_nothing(run, resume)
+    if resume:  # torn and damaged lines go, so that lines can be appended
+        mend_lines(run.folder / METRICS, FIELDS)
+        mend_lines(run.folder / SESSIONS)
 
 
 def _check_overwrites_nothing(run: Run, resume: bool) -> None:
@@ -367,7 +363,11 @@ def _fit(
         went_on = None if position == TrainerState() and checkpoint is None else position.step
         clock.begin -= position.elapsed
         if went_on is not None:
-            _print_position(run, went_on, "the memory of the nodes" if recovered else str(checkpoint), console)
+            source = "the memory of the nodes" if recovered else checkpoint
+            done = ": the run is complete, and only its final loss, sample and report are made anew"
+            console.print(f"continuing after step {went_on}, from {source}{done * (went_on == run.steps)}")
+            if run.profile is not None and run.profile[1] <= went_on:
+                console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
         metrics = stack.enter_context(ranks.run_or_abort_all(lambda: _records(run, model, data, went_on, ranks)))
         display = stack.enter_context(training_bar(console, position.step, run.steps))
         # No watchdog for one process, because a laptop may sleep during a run. It covers the wait for the disk, when
@@ -390,13 +390,6 @@ def _fit(
 def _last_step(run: Run) -> int:
     """Return the last step in the metrics; 0 if there is none."""
     return max((r["step"] for r in read_metrics(run.folder / METRICS) if r["kind"] == "train"), default=0)
-
-
-def _print_position(run: Run, step: int, source: str, console: Console) -> None:
-    done = ": the run is complete, and only its final loss, sample and report are made anew" * (step == run.steps)
-    console.print(f"continuing after step {step}, from {source}{done}")
-    if run.profile is not None and run.profile[1] <= step:
-        console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
 
 
 def _records(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel
 from gecko.models.gecko import Gecko
-from gecko.parallel.context import SharedRows
+from gecko.parallel.context import ContextGroup
 from gecko.parallel.mesh import ALONE, Ranks
 from gecko.parallel.sharding import sum_over_replicas, whole
 from gecko.runtime.tensors import HostCopy, to_device
@@ -156,7 +156,7 @@ class BatchPart:
     weight: Tensor
     """() float64 on the device: the fraction of the batch's targets in these rows. The sum over all parts and data
     ranks is 1; NaN if the batch has no targets."""
-    context: SharedRows | None = None
+    context: ContextGroup | None = None
     """The ranks that share the rows; None if this rank has whole rows."""
 
 
@@ -193,7 +193,7 @@ def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = A
     on_device = to_device(torch.from_numpy(counts), device)
     weights = on_device / (ranks.sum_on_device(on_device.sum()) / ranks.sizes.context)
     rows = batch.segment_ids.chunk(parts)
-    contexts = [None if ranks.context is None else SharedRows(ranks.context, ids) for ids in rows]
+    contexts = [None if ranks.context is None else ranks.context.of_rows(ids) for ids in rows]
     columns = tokens, targets, (ids[:, here] for ids in rows), weights.unbind(), contexts
     return [BatchPart(*given) for given in zip(*columns, strict=True)]
 
@@ -224,7 +224,7 @@ class CarriedState:
         self._after: dict[int, GeckoState] = {}
 
     def loss(
-        self, part: int, tokens: Tensor, targets: Tensor, segment_ids: Tensor, context: SharedRows | None = None
+        self, part: int, tokens: Tensor, targets: Tensor, segment_ids: Tensor, context: ContextGroup | None = None
     ) -> Tensor:
         """Return the mean loss of the rows of a part, read after the states of its lanes; keep the states after it."""
         before = self.before[part]

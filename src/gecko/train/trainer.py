@@ -278,8 +278,8 @@ class Trainer:
         }  # fmt: skip
         self._write("train", values if cause is None else {**values, "skipped": cause})
         (task,) = self.display.task_ids
-        shown = {"loss": f"{result.loss:.4f}", "speed": f"{speed:,.0f}"}
-        self.display.update(task, completed=step, total=self.run.steps, **shown)
+        loss, tokens = f"{result.loss:.4f}", f"{speed:,.0f}"
+        self.display.update(task, completed=step, total=self.run.steps, loss=loss, speed=tokens)
         if cause is not None:
             self._say(f"step {step} skipped: {cause}")
 
