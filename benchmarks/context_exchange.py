@@ -25,8 +25,7 @@ from torch import Tensor
 
 from gecko.config import GeckoConfig
 from gecko.models.gecko import Gecko
-from gecko.parallel.context import ContextGroup
-from gecko.parallel.p2p import P2PGroup
+from gecko.parallel.context import ContextGroup, P2PGroup
 
 CHUNKS = 2
 """Chunks per rank; the number of bytes does not depend on it."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import gecko
 from gecko.cli import app
 from gecko.train import Run
-from gecko.train.checkpoints.folders import write_checkpoint
+from gecko.train.checkpoints import write_checkpoint
 
 CONFIG = gecko.GeckoConfig(
     vocab_size=264, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import gecko
 from gecko.io.checkpoints import list_checkpoints, verify_files
 from gecko.train import Run
-from gecko.train.checkpoints.folders import all_files, flushed_entries, write_checkpoint, write_manifest
+from gecko.train.checkpoints import all_files, flushed_entries, write_checkpoint, write_manifest
 
 Command = Callable[..., Any]
 CONFIG = gecko.GeckoConfig(

@@ -17,7 +17,7 @@ import gecko
 from gecko.data import load_tokenizer
 from gecko.io.files import whole_file
 from gecko.models.onnx import GRAPH, LOGITS, NEXT, POSITION, START, TOKEN, initial_state
-from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.checkpoints import latest_checkpoint
 
 # ---- Models are saved to their own folders, never into a training run or over its checkpoints.
 

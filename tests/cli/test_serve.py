@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import gecko
-from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.checkpoints import latest_checkpoint
 
 # ---- ``gecko serve``.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gecko.io.checkpoints import sha256
 from gecko.io.model_folder import save_tensors
-from gecko.train.checkpoints.folders import all_files, flushed_entries, write_manifest
+from gecko.train.checkpoints import all_files, flushed_entries, write_manifest
 
 FILES = Path(__file__).parent / "files/1e93cc4"
 Change = Callable[[Tensor], Tensor]

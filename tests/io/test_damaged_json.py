@@ -20,8 +20,8 @@ from gecko.experiments.inputs import gather
 from gecko.io.checkpoints import read_manifest
 from gecko.models import load_config
 from gecko.train import Run
-from gecko.train.checkpoints.content import read_trainer_state
 from gecko.train.metrics import DataRecord, read_metrics, read_sessions
+from gecko.train.state import read_trainer_state
 
 RUN = Run(BYTE_MODEL, "run", steps=1)
 READERS: dict[str, Callable[[Path], Any]] = {

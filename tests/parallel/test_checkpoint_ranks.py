@@ -18,8 +18,7 @@ from support.whole_runs import losses
 import gecko
 from gecko.io.checkpoints import list_checkpoints, read_manifest, verify_files
 from gecko.train import CheckpointSettings, Run, train
-from gecko.train.checkpoints.content import write_model
-from gecko.train.checkpoints.folders import latest_checkpoint, write_manifest
+from gecko.train.checkpoints import latest_checkpoint, write_manifest, write_model
 from gecko.train.finish import write_report
 from gecko.train.metrics import read_metrics
 
@@ -102,7 +101,7 @@ def test_killed_while_joining_the_checkpoint_stays_sound(trained: Run, monkeypat
     checkpoint = latest_checkpoint(trained.checkpoints_folder)
     assert checkpoint is not None
     unjoin(checkpoint)
-    monkeypatch.setattr("gecko.train.checkpoints.content.write_manifest", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("gecko.train.checkpoints.write_manifest", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_model(checkpoint, checkpoint)
     assert (checkpoint / "model.safetensors").is_file()

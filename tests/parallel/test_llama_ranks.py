@@ -13,8 +13,7 @@ pytest.importorskip("transformers", reason="pip install 'gecko-lm[hf]'")
 
 from gecko.models import load_any
 from gecko.train import CheckpointSettings, Run
-from gecko.train.checkpoints.content import write_model
-from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.checkpoints import latest_checkpoint, write_model
 
 
 def test_two_ranks_then_four_then_one(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:

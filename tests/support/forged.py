@@ -117,10 +117,10 @@ def _checkpoint(folder: Path) -> Any:
     from gecko.io.checkpoints import verify_files
     from gecko.parallel.mesh import Ranks
     from gecko.train import Run
-    from gecko.train.checkpoints.content import restore_snapshot
     from gecko.train.metrics import row_layout
     from gecko.train.model import starting_model
     from gecko.train.optimizer import build_optimizer
+    from gecko.train.state import restore_snapshot
     from gecko.train.step import carried_state
 
     verify_files(folder)

@@ -33,7 +33,7 @@ from gecko.models import LanguageModel, build_model, meta_model
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.parallel.sharding import empty_sharded_model, fill, whole
 from gecko.train import Run, train
-from gecko.train.checkpoints.checkpointer import CachedPlanner, Checkpointer
+from gecko.train.checkpoints import CachedPlanner, Checkpointer
 from gecko.train.data import Prefetcher, whole_corpus
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.optimizer import build_optimizer
@@ -401,7 +401,7 @@ def resumed_run(run: Run, rank: int, end: int | None) -> dict[str, Any]:
 
 def logits_of_checkpoint(run: Run, checkpoint: Path, tokens: Tensor) -> Tensor:
     """Return the logits of a checkpoint, loaded into a model that is sharded over the ranks."""
-    from gecko.train.checkpoints.content import read_tensors
+    from gecko.train.state import read_tensors
 
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gecko.train import Run, TrainResult, train
-from gecko.train.finish import REPORT, RunFacts
+from gecko.train.finish import REPORT
 from gecko.train.metrics import read_metrics
 from gecko.train.step import SpikeRule, Verdict
 from gecko.train.trainer import Trainer
@@ -18,7 +18,7 @@ from gecko.train.trainer import Trainer
 _TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "data_seconds")
 
 
-def plain_report(run: Run, facts: RunFacts) -> Path:
+def plain_report(run: Run, *facts: Any) -> Path:
     """Write a report without pictures, which take as long as a run of twelve steps."""
     path = run.folder / REPORT
     path.write_text(repr(facts), encoding="utf-8")

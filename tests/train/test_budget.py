@@ -27,9 +27,9 @@ from gecko.train import (
     trainer,
 )
 from gecko.train.budget import Costs, most_steps
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.content import read_trainer_state
+from gecko.train.checkpoints import Checkpointer
 from gecko.train.evaluate import HeldOut
+from gecko.train.state import read_trainer_state
 from gecko.train.step import Step
 from gecko.train.trainer import Trainer
 

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from gecko.io.checkpoints import checkpoint_path, list_checkpoints, verify_files
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run, train
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.folders import MANIFEST, keep_newest, latest_checkpoint, write_checkpoint
+from gecko.train.checkpoints import MANIFEST, Checkpointer, keep_newest, latest_checkpoint, write_checkpoint
 from gecko.train.metrics import DataRecord
 
 
@@ -159,7 +158,7 @@ def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.Mo
 _WRITER = """
 import os, sys
 from pathlib import Path
-from gecko.train.checkpoints.folders import write_checkpoint, keep_newest
+from gecko.train.checkpoints import write_checkpoint, keep_newest
 folder = Path(sys.argv[1])
 for step in range(10**6):
     write_checkpoint(folder, step, lambda target: [(target / n).write_bytes(os.urandom(200_000)) for n in "abc"])

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from gecko.io.checkpoints import list_checkpoints, verify_files
 from gecko.train import CheckpointSettings, NonFiniteError, Run, SkipSettings, TrainResult, train, trainer
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.content import lowest_loss
+from gecko.train.checkpoints import Checkpointer, lowest_loss
 from gecko.train.health import find_nonfinite
 from gecko.train.step import SpikeRule, StepResult, Verdict
 from gecko.train.trainer import Trainer

@@ -15,7 +15,6 @@ from torch import nn
 from gecko.config import GeckoConfig
 from gecko.models.gecko import Gecko
 from gecko.train import OptimizerSettings, Run, train
-from gecko.train.checkpoints.content import read_tensors
 from gecko.train.optimizer import (
     block_matrix_names,
     build_optimizer,
@@ -24,6 +23,7 @@ from gecko.train.optimizer import (
     optimizer_tensors,
     set_learning_rate,
 )
+from gecko.train.state import read_tensors
 
 
 def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:

@@ -26,9 +26,9 @@ from gecko.runtime.process import code_name, code_version
 from gecko.runtime.tensors import memory_gib
 from gecko.train import Run, SampleSettings, replayed, train
 from gecko.train import throughput as utilisation
-from gecko.train.checkpoints.folders import write_manifest
+from gecko.train.checkpoints import write_manifest
 from gecko.train.evaluate import Evaluation
-from gecko.train.finish import MARKS, RunFacts, loss_curve, step_curve, write_report
+from gecko.train.finish import MARKS, loss_curve, step_curve, write_report
 from gecko.train.metrics import DATA, SESSIONS, DataRecord, MetricsWriter, read_metrics, read_sessions, row_layout
 from gecko.train.settings import flatten
 from gecko.train.throughput import ProfileWindow, flops_per_token
@@ -50,8 +50,8 @@ def page(small_run: Run) -> str:
             metrics.write("train", step, {"loss": loss, **speeds, **skipped})
         metrics.write("validation", 12, {"loss": float("nan")})
     evaluation = Evaluation(2.5, 1.25, [None, *([2.5] * 23)], 1, 100)
-    facts = RunFacts(1234, evaluation, "red ", "</pre><img src=x>&", {"Processor": "<b>fast</b>"})
-    return write_report(run, facts).read_text(encoding="utf-8")
+    facts = evaluation, 1234, "red ", "</pre><img src=x>&", {"Processor": "<b>fast</b>"}
+    return write_report(run, *facts).read_text(encoding="utf-8")
 
 
 def test_loads_nothing_from_elsewhere(page: str) -> None:

@@ -16,7 +16,7 @@ from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.checkpoints import SHARDS, read_manifest
 from gecko.recipes import apply_overrides
 from gecko.train import Run, train
-from gecko.train.checkpoints.folders import latest_checkpoint
+from gecko.train.checkpoints import latest_checkpoint
 from gecko.train.model import known_tokenizer
 
 # ---- Fine-tuning uses the token ids that the model was trained with.

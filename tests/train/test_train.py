@@ -22,7 +22,7 @@ from gecko.config import GeckoConfig
 from gecko.models.gecko import load
 from gecko.parallel.mesh import Ranks
 from gecko.train import CheckpointSettings, Run, SampleSettings, TrainResult, train
-from gecko.train.checkpoints.checkpointer import Checkpointer
+from gecko.train.checkpoints import Checkpointer
 from gecko.train.data import load_data
 
 # ---- A whole run: the files that it leaves, and the order in which they are written.

@@ -141,7 +141,7 @@ class Consolidate(Command):
 
     def run(self) -> None:
         from gecko.io.model_folder import CONFIG
-        from gecko.train.checkpoints.content import write_model
+        from gecko.train.checkpoints import write_model
 
         checkpoint = _find_checkpoint(self.source)
         target = self.target(checkpoint)
@@ -208,7 +208,7 @@ class Average(Command):
 
     def run(self) -> None:
         from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, verify_files
-        from gecko.train.checkpoints.content import check_consecutive, write_average
+        from gecko.train.checkpoints import check_consecutive, write_average
 
         found = list_checkpoints(self.source / CHECKPOINTS)
         if len(found) < self.last:

@@ -8,15 +8,24 @@
 The loss is the mean over the targets of all ranks and is equal on each. Its gradient on one rank is the contribution of
 that rank's tokens, so the sum over the group is the gradient that one device would compute. Multiply an average over
 the group (FSDP's default) by the group's size. Every rank must make the same calls in the same order.
-
 ``prefill_on_ranks`` reads one long text: each rank computes its own chunks, and all ranks get the same state.
+
+Ranks send tensors to later ranks, and gradients back to earlier ones. Starting and waiting are two nodes of the
+autograd graph, so computation between them overlaps with the transfer. In the backward pass the wait starts the
+transfer of the gradients, and the start waits for it. Autograd runs nodes in reverse order of creation, so all ranks
+run the exchanges in the same order.
+
+Activation checkpointing computes a block again in the backward pass. The tensors that arrived in the forward pass are
+then used again: ``P2PGroup.keeping`` records them, and nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +35,137 @@ from torch.autograd.function import once_differentiable
 from gecko.inference.pieces import piece_length, pieces
 from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
-from gecko.parallel.p2p import P2PGroup
 from gecko.runtime.tensors import to_device
 from gecko.segments import Clock, ContextExchange, Pending, Segments
 from gecko.state import GeckoState
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns the contexts of a checkpointed forward pass and of its recomputation; see ``torch.utils.checkpoint``."""
+
+
+class P2PGroup:
+    """Sends tensors between the ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # An exchange is a graph break in a compiled block, because the compiler cannot trace communication. Not wrapped
+        # on import, because ``torch.compiler.disable`` imports the compiler, which takes 2 s.
+        self.send: Callable[[Sequence[Tensor], Sequence[Sequence[int]]], Transfer] = torch.compiler.disable(self._send)
+        self.wait: Callable[..., tuple[Tensor, ...]] = torch.compiler.disable(_Wait.apply)
+        self._record: list[Transfer] | None = None
+        self._replay: Iterator[Transfer] | None = None
+
+    def _send(self, tensors: Sequence[Tensor], distances: Sequence[Sequence[int]]) -> Transfer:
+        """Start one batch: every rank sends its ``tensors[i]`` to the ranks ``rank + d`` for d in ``distances[i]``."""
+        transfer = Transfer(self, distances) if self._replay is None else next(self._replay)
+        if self._record is not None:
+            self._record.append(transfer)
+            transfer.keeps = True
+        transfer.arriving = _Start.apply(transfer, *tensors)
+        return transfer
+
+    def keeping(self, contexts: Contexts) -> Contexts:
+        """Return ``contexts`` such that the recomputation uses the tensors that arrived in the forward pass."""
+
+        def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            transfers = list[Transfer]()
+            forward, again = contexts()
+            return self._within(forward, transfers, None), self._within(again, None, transfers)
+
+        return both
+
+    @contextmanager
+    def _within(
+        self, inner: AbstractContextManager[Any], record: list[Transfer] | None, replay: list[Transfer] | None
+    ) -> Iterator[None]:
+        before = self._record, self._replay
+        self._record, self._replay = record, None if replay is None else iter(replay)
+        try:
+            with inner:
+                yield
+        finally:
+            self._record, self._replay = before
+
+    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[dist.Work]:
+        """Start sending ``outgoing[i]`` to the rank ``self.rank + distances[i]`` and receiving ``incoming[i]`` from the
+        rank ``self.rank − distances[i]``, if these ranks exist."""
+        operations = []
+        for out, into, distance in zip(outgoing, incoming, distances, strict=True):
+            for do, tensor, peer in ((dist.isend, out, self.rank + distance), (dist.irecv, into, self.rank - distance)):
+                if 0 <= peer < self.size:
+                    operations.append(dist.P2POp(do, tensor, group=self.group, group_peer=peer))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+class Transfer:
+    """One batch of an exchange that has started."""
+
+    def __init__(self, line: P2PGroup, distances: Sequence[Sequence[int]]) -> None:
+        self.line, self.distances = line, [list(some) for some in distances]
+        self.arriving: tuple[Tensor, ...] = ()
+        self.keeps = False
+        self.kept: list[Tensor] | None = None
+        self._works, self._buffers = list[dist.Work](), (list[Tensor](), list[Tensor]())
+
+    def wait(self) -> list[Tensor]:
+        """Return for each sent tensor those of the ranks ``rank − d``, (distances, …); zeros where there is none."""
+        arriving, self.arriving = self.arriving, ()  # they refer to this transfer through the graph
+        return list(self.line.wait(self, *arriving))
+
+    def post(self, outgoing: list[Tensor], incoming: list[Tensor], *, back: bool) -> None:
+        """Start to send and receive ``outgoing`` and ``incoming``, (distances, …) each, in one batch."""
+        sign = -1 if back else 1
+        self._works = self.line.post(
+            [out for x in outgoing for out in x.unbind(0)], [into for x in incoming for into in x.unbind(0)],
+            [sign * distance for some in self.distances for distance in some],
+        )  # fmt: skip
+        # The buffers must stay alive until the transfer ends.
+        self._buffers = outgoing, incoming
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the transfer and return the received tensors."""
+        for work in self._works:
+            work.wait()
+        arrived = self._buffers[1]
+        self._works, self._buffers = [], ([], [])
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        if transfer.kept is not None:
+            return tuple(x.detach() for x in transfer.kept)
+        distances = [len(some) for some in transfer.distances]
+        arriving = [x.new_zeros(count, *x.shape) for x, count in zip(tensors, distances, strict=True)]
+        outgoing = [x.contiguous().expand_as(into) for x, into in zip(tensors, arriving, strict=True)]
+        transfer.post(outgoing, arriving, back=False)
+        return tuple(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(x.sum(0) for x in ctx.transfer.finish())
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, *arriving: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        transfer.finish()
+        if transfer.keeps:
+            transfer.kept = [x.detach() for x in arriving]
+        return tuple(x.view_as(x) for x in arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        arriving = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in grads]
+        ctx.transfer.post([x.contiguous() for x in grads], arriving, back=True)
+        return None, *arriving
+
 
 _FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
 
@@ -38,7 +174,9 @@ def call_header(batch: int, length: int, chunk_size: int, segment_ids: Tensor | 
     """Return (8,) int64: ``_FIELDS``, which must be equal on all ranks, and whether the state ends inside a chunk."""
     stand = Clock.start(batch) if clock is None else clock
     inside = bool((stand.position % chunk_size).any())
-    given = (segment_ids is not None, clock is not None, _digest(stand.position), _digest(stand.document_start), inside)
+    weights = torch.arange(batch, device="cpu") + 1
+    digests = (int((numbers * weights).sum()) for numbers in (stand.position, stand.document_start))
+    given = (segment_ids is not None, clock is not None, *digests, inside)
     return torch.tensor([batch, length, chunk_size, *map(int, given)], dtype=torch.int64, device="cpu")
 
 
@@ -67,10 +205,6 @@ def check_chunks(ranks: int, length: int, chunk_size: int, *, inside: bool) -> N
         )
 
 
-def _digest(numbers: Tensor) -> int:
-    return int((numbers * (torch.arange(len(numbers), device="cpu") + 1)).sum())
-
-
 def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
     """Return (B, 4) for a rank: the ids of its first and last token, and the index of the last document start after the
     first token, among all tokens and among those before the last chunk; −1 if there is none."""
@@ -82,8 +216,7 @@ def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
     return torch.stack([ids[:, 0], ids[:, -1], starts.amax(1), earlier.amax(1)], dim=1)
 
 
-@dataclass(frozen=True)
-class RowsPart:
+class RowsPart(NamedTuple):
     """One rank's part of the rows of a call; tensors of shape (B,)."""
 
     clock: Clock
@@ -143,19 +276,22 @@ def reaching_chunks(parts: list[RowsPart], rank: int, chunk_size: int) -> Tensor
 class ContextGroup:
     """The ranks that share rows, in the order of their parts."""
 
+    rows: Tensor | None = None
+    """(B, ranks × T) segment ids of the whole rows of a call on the CPU, if every rank knows them."""
+
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.line = P2PGroup(process_group)
+        self.rank, self.size = self.line.rank, self.line.size
         types = {device.type for device in process_group._device_types}
         # Layouts are computed on the CPU. If the group has no CPU backend, they are exchanged on its device.
         self._host = torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)))
 
-    @property
-    def rank(self) -> int:
-        return self.line.rank
-
-    @property
-    def size(self) -> int:
-        return self.line.size
+    def of_rows(self, segment_ids: Tensor) -> ContextGroup:
+        """Return the group for calls on these ``rows``: every rank then computes the layout of all, and nothing is
+        exchanged on the host."""
+        known = copy(self)
+        known.rows = segment_ids
+        return known
 
     def slice(self, length: int, chunk_size: int) -> slice:
         """Return the columns that this rank holds of rows of ``length`` tokens. Raise ValueError if ``length`` cannot
@@ -173,18 +309,26 @@ class ContextGroup:
         segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
     ) -> Segments:  # fmt: skip
         """Return the documents of this rank's tokens, their positions in the stream, and the exchange with other ranks.
-        Raise ValueError on all ranks if the ranks hold different numbers of chunks or their calls differ."""
-        check_headers(self._gather(call_header(batch, length, chunk_size, segment_ids, clock)))
-        if segment_ids is None:
-            records = no_documents(self.size, batch, clock)
-        else:
-            records = self._gather(document_record(segment_ids, chunk_size))
-        return self._lay_out(batch, length, chunk_size, records, segment_ids, clock, device)
 
-    def _lay_out(
-        self, batch: int, length: int, chunk_size: int, records: Tensor, segment_ids: Tensor | None,
-        clock: Clock | None, device: torch.device,
-    ) -> Segments:  # fmt: skip
+        If the group knows the ``rows``, the ids are those of them. Raise ValueError on all ranks if the ranks hold
+        different numbers of chunks or their calls differ, or if the rows have another shape.
+        """
+        if self.rows is not None:
+            if self.rows.shape != (batch, self.size * length):
+                raise ValueError(
+                    f"the segment_ids of the whole rows must have shape {(batch, self.size * length)}; "
+                    f"got {tuple(self.rows.shape)}."
+                )
+            inside = clock is not None and bool((clock.position.numpy() % chunk_size).any())
+            check_chunks(self.size, length, chunk_size, inside=inside)
+            ids = self.rows.chunk(self.size, dim=1)
+            records, segment_ids = torch.stack([document_record(part, chunk_size) for part in ids]), ids[self.rank]
+        else:
+            check_headers(self._gather(call_header(batch, length, chunk_size, segment_ids, clock)))
+            if segment_ids is None:
+                records = no_documents(self.size, batch, clock)
+            else:
+                records = self._gather(document_record(segment_ids, chunk_size))
         if self.size == 1:
             return Segments.build(batch, length, segment_ids=segment_ids, clock=clock, device=device)
         parts = parts_of_call(length, chunk_size, records, clock)
@@ -193,7 +337,8 @@ class ContextGroup:
         exchange = ContextExchange(self.rank == 0, counts, reach, self._send, self.line.keeping)
         own = clock if self.rank == 0 else parts[self.rank].clock
         segments = Segments.build(batch, length, segment_ids=segment_ids, clock=own, device=device)
-        return replace(segments, exchange=exchange, next_begins=self._next_begins(parts))
+        begins = [*(part.begins for part in parts), torch.zeros_like(parts[0].begins)]
+        return replace(segments, exchange=exchange, next_begins=begins[self.rank + 1])
 
     def _send(self, to_next: Sequence[Tensor], to_later: Sequence[Tensor]) -> Pending[list[Tensor]]:
         """Send as ``ContextExchange.send``."""
@@ -206,22 +351,19 @@ class ContextGroup:
 
         return receive
 
-    def _next_begins(self, parts: list[RowsPart]) -> Tensor:
-        last = self.rank == self.size - 1
-        return torch.zeros_like(parts[0].begins) if last else parts[self.rank + 1].begins
-
     def mean(self, local: Tensor, count: Tensor) -> Tensor:
         """Return the mean over the terms of all ranks, identical on each; ``local`` is the mean of this rank's
         ``count`` terms."""
         return _GroupMean.apply(local, count, self.line.group)
 
-    def last_state(self, state: GeckoState) -> GeckoState:
-        """Return, on every rank, the last rank's state after a call; it is the state after the whole rows."""
-        clock = self.from_last([x.to(self._host) for x in state.clock.tensors().values()])
-        return self.with_clock(state, [x.cpu() for x in clock])
-
-    def with_clock(self, state: GeckoState, clock: Iterable[Tensor]) -> GeckoState:
-        """Return the last rank's state after a call, except its clock, whose tensors are given."""
+    def last_state(self, state: GeckoState, before: Clock | None = None) -> GeckoState:
+        """Return, on every rank, the last rank's state after a call: that after the whole rows, which follow the clock
+        ``before``."""
+        if self.rows is None:
+            clock = [x.cpu() for x in self.from_last([x.to(self._host) for x in state.clock.tensors().values()])]
+        else:
+            end = Segments.build(*self.rows.shape, segment_ids=self.rows, clock=before).end
+            clock = list(end.tensors().values())
         rest = self.from_last([x for name, x in state.tensors().items() if not name.startswith("clock.")])
         found = iter([*clock, *rest])
         return state.map(lambda _: next(found))
@@ -243,44 +385,6 @@ class ContextGroup:
         return torch.stack(found).cpu()
 
 
-@dataclass(frozen=True)
-class SharedRows:
-    """The ranks that share rows, in calls on rows whose documents every rank knows.
-
-    Each rank computes the layout of all ranks, so the ranks exchange nothing on the host.
-    """
-
-    group: ContextGroup
-    segment_ids: Tensor
-    """(B, ranks × T) integers on the CPU, those of the whole rows."""
-
-    def segments(
-        self, batch: int, length: int, chunk_size: int, *,
-        segment_ids: Tensor | None, clock: Clock | None, device: torch.device,
-    ) -> Segments:  # fmt: skip
-        """Return the layout of this rank's tokens, as ``ContextGroup.segments`` does. The ids are those of the rows.
-        Raise ValueError if the rows have another shape, or the ranks do not hold whole chunks."""
-        size, rank = self.group.size, self.group.rank
-        if self.segment_ids.shape != (batch, size * length):
-            raise ValueError(
-                f"the segment_ids of the whole rows must have shape {(batch, size * length)}; "
-                f"got {tuple(self.segment_ids.shape)}."
-            )
-        inside = clock is not None and bool((clock.position.numpy() % chunk_size).any())
-        check_chunks(size, length, chunk_size, inside=inside)
-        ids = self.segment_ids.chunk(size, dim=1)
-        records = torch.stack([document_record(part, chunk_size) for part in ids])
-        return self.group._lay_out(batch, length, chunk_size, records, ids[rank], clock, device)
-
-    def mean(self, local: Tensor, count: Tensor) -> Tensor:
-        return self.group.mean(local, count)
-
-    def last_state(self, state: GeckoState, clock: Clock) -> GeckoState:
-        """Return, on every rank, the state after the whole rows, which follow ``clock``."""
-        end = Segments.build(*self.segment_ids.shape, segment_ids=self.segment_ids, clock=clock).end
-        return self.group.with_clock(state, end.tensors().values())
-
-
 class _GroupMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -297,24 +401,17 @@ class _GroupMean(torch.autograd.Function):
 
 
 def prefill_on_ranks(
-    model: Gecko,
-    tokens: Iterable[Tensor],
-    group: ContextGroup,
-    state: GeckoState | None = None,
-    *,
+    model: Gecko, tokens: Iterable[Tensor], group: ContextGroup, state: GeckoState | None = None, *,
     piece: int | None = None,
-) -> Prefill:
+) -> Prefill:  # fmt: skip
     """Read a prompt as ``gecko.inference.read`` does, shared by the ranks of a group. Every rank gets the same result.
 
     All ranks pass the same tokens and state. The tokens at both ends that do not fill a chunk on every rank, fewer than
-    ranks × chunk_size at each end, are read by every rank.
+    ranks × chunk_size at each end, are read by every rank. Raise TypeError or ValueError as ``read`` does.
 
     Args:
         piece: tokens per rank and call, a multiple of ``chunk_size``; None: ``piece_length(model.config)``. The last
             rank's state is sent to all after each ranks × piece tokens.
-
-    Raises:
-        TypeError, ValueError: as ``read``; ``piece`` is not a multiple of the chunk size.
     """
     size, chunk = piece_length(model.config) if piece is None else piece, model.config.chunk_size
     if size < 1 or size % chunk:
@@ -335,8 +432,7 @@ def _shares(part: Tensor, position: int, unit: int, chunk: int) -> Iterable[tupl
     Return each that is not empty with whether the ranks share it."""
     before = min(-position % chunk, len(part))
     whole = (len(part) - before) // unit * unit
-    sizes = [before, whole, len(part) - before - whole]
-    shares = zip((False, True, False), part.split(sizes), strict=True)
+    shares = zip((False, True, False), part.tensor_split((before, before + whole)), strict=True)
     return [(shared, some) for shared, some in shares if len(some)]
 
 

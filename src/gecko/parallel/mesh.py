@@ -37,51 +37,39 @@ def fresh_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) ->
     among them and answered with the first rank's word; only processes that run at the same time can do that.
     Raise RuntimeError at ``timeout``.
     """
-    word = uuid.uuid4().hex
+    word, others = uuid.uuid4().hex, range(1, world)
     deadline = time.monotonic() + timeout.total_seconds()
-    meeting = _read_out(store, word, world, deadline) if rank == 0 else _listen(store, word, rank, deadline)
+
+    def written(*keys: str) -> list[str]:
+        # If one is missing, ``get`` would wait for it and fail.
+        return [store.get(key).decode() for key in keys] if store.check(list(keys)) else []
+
+    def agreed() -> str | None:
+        if rank == 0:
+            words = written(*(f"gecko/word/{other}" for other in others))
+            if words:
+                store.set("gecko/read-out", " ".join([word, *words]))
+            answers = written(*(f"gecko/answer/{other}" for other in others)) if words else []
+            return word if set(answers) == {word} else None
+        heard = "".join(written("gecko/read-out")).split()
+        if rank >= len(heard) or heard[rank] != word:
+            return None
+        store.set(f"gecko/answer/{rank}", heard[0])
+        return heard[0]
+
+    if rank:
+        store.set(f"gecko/word/{rank}", word)
+    while (meeting := agreed()) is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError("all ranks of the job must start within the time limit; some did not. See their logs.")
+        time.sleep(_PAUSE)
     return PrefixStore(f"gecko/{meeting}", store)
-
-
-def _read_out(store: Store, word: str, world: int, deadline: float) -> str:
-    others = range(1, world)
-    while True:
-        words = _written(store, [f"gecko/word/{rank}" for rank in others])
-        if words:
-            store.set("gecko/read-out", " ".join([word, *words]))
-            if set(_written(store, [f"gecko/answer/{rank}" for rank in others])) == {word}:
-                return word
-        _pause(deadline)
-
-
-def _listen(store: Store, word: str, rank: int, deadline: float) -> str:
-    store.set(f"gecko/word/{rank}", word)
-    while True:
-        said = _written(store, ["gecko/read-out"])
-        heard = said[0].split() if said else []
-        if rank < len(heard) and heard[rank] == word:
-            store.set(f"gecko/answer/{rank}", heard[0])
-            return heard[0]
-        _pause(deadline)
-
-
-def _written(store: Store, keys: list[str]) -> list[str]:
-    """Return the values of ``keys``; an empty list if one is missing, because ``get`` would wait for it and fail."""
-    return [store.get(key).decode() for key in keys] if store.check(keys) else []
-
-
-def _pause(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise RuntimeError("all ranks of the job must start within the time limit; some did not. See their logs.")
-    time.sleep(_PAUSE)
 
 
 T = TypeVar("T")
 
 FAILED = 2
 """Exit code of a rank if the first rank reports the error."""
-
-
 _BY_LAUNCHER = "torchrun's --nnodes and --nproc-per-node"
 
 
@@ -97,9 +85,7 @@ class MeshSizes:
         return self.replicate * self.shard
 
     @classmethod
-    def of(
-        cls, world: int, replicate: int, shard: int | None, context: int, remedy: str = _BY_LAUNCHER
-    ) -> MeshSizes:  # fmt: skip
+    def of(cls, world: int, replicate: int, shard: int | None, context: int, remedy: str = _BY_LAUNCHER) -> MeshSizes:
         """Return the sizes for ``world`` ranks; ``shard=None`` uses all that remain. Raise ValueError, with ``remedy``,
         if the product of the sizes is not ``world``."""
         sizes = cls(replicate, shard or max(1, world // (replicate * context)), context)
@@ -160,8 +146,8 @@ class Ranks:
         flat = _limited(self.mesh["shard", "context"]._flatten("shard_context"), self.timeout)
         if self.sizes.replicate == 1:
             return flat
-        names = ("replicate", "shard_context")
         ids = self.mesh.mesh.reshape(self.sizes.replicate, -1)
+        names = ("replicate", "shard_context")
         return _limited(DeviceMesh(self.mesh.device_type, ids, mesh_dim_names=names), self.timeout)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -172,10 +158,7 @@ class Ranks:
         return values
 
     def sum_on_device(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor on the ranks' devices over all ranks, bitwise identical on each.
-
-        Unlike ``sum`` it does not make the host wait.
-        """
+        """Return the sum of a tensor on the ranks' devices, bitwise identical on each. The host does not wait."""
         if self.world > 1:
             value = value.clone()
             dist.all_reduce(value)
@@ -190,18 +173,16 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on every rank."""
-        if self.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.control)
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's ``value``, on every rank."""
-        if self.world == 1:
-            return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.control)
+        if self.world > 1:
+            dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def broadcast_into(self, values: Tensor, source: int) -> None:
@@ -210,11 +191,9 @@ class Ranks:
             dist.broadcast(values, group=self.control, group_src=source)
 
     def run_or_abort_all(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work()`` on each rank. If it fails on one rank, all raise; only the first says why.
+        """Return the result of ``work()`` on each rank.
 
-        Raises:
-            ValueError, OSError, RuntimeError: on the first rank, the error.
-            SystemExit: on all other ranks.
+        If it fails on one rank, all end: the first rank raises the error, the others raise SystemExit.
         """
         if self.world == 1:
             return work()
@@ -294,10 +273,8 @@ def only_first_rank_reports() -> Iterator[None]:
 
 @contextmanager
 def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None) -> Iterator[Ranks]:
-    """Context in which the ranks that torchrun started are connected: by gloo for CPU tensors, by NCCL for CUDA.
-
-    A collective of any group fails if it takes longer than ``timeout`` (None: half an hour).
-    """
+    """Context in which the ranks that torchrun started are connected: by gloo for CPU tensors, by NCCL for CUDA. A
+    collective of any group fails if it takes longer than ``timeout`` (None: half an hour)."""
     rank, world, _ = launched()
     if world == 1:
         yield Ranks()
@@ -311,16 +288,9 @@ def connected(sizes: MeshSizes, device: torch.device, timeout: timedelta | None)
         shape = (sizes.replicate, sizes.shard, sizes.context)
         mesh = _limited(init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "context")), timeout)
         context = ContextGroup(mesh["context"].get_group()) if sizes.context > 1 else None
-        yield Ranks(rank, sizes, mesh, context, timeout, _control_group(device, timeout))
+        # With GPUs the default group carries CPU tensors by gloo. On CPUs it carries the tensors of the model.
+        control = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cpu" else None
+        yield Ranks(rank, sizes, mesh, context, timeout, control)
     finally:
         # No barrier: after an error the other ranks may be gone, and waiting for them would hide the error.
         dist.destroy_process_group()
-
-
-def _control_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return the group for values on the host.
-
-    With GPUs that is the default group, which carries CPU tensors by gloo. Ranks on CPUs have a group of their own,
-    because the default one carries the tensors of the model.
-    """
-    return dist.new_group(backend="gloo", timeout=timeout) if device.type == "cpu" else None

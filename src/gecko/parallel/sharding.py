@@ -37,8 +37,8 @@ _METHODS = ("loss", "loss_and_state", "token_losses")
 def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> None:
     """Shard ``model`` among the ranks of ``mesh`` in place. The parameters of a block are gathered when it runs.
 
-    Parameters and gradient reductions stay float32. With ``bfloat16`` the matrices of blocks are gathered, and their
-    gradients computed, in bfloat16; norms, CEMA, embedding and head stay float32.
+    With ``bfloat16`` the matrices of blocks are gathered, and their gradients computed, in bfloat16. Parameters,
+    gradient reductions, norms, CEMA, embedding and head stay float32.
     """
     # FSDP must not cast a block's float32 inputs, because they include its state.
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -76,10 +76,8 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
 
 
 def sum_over_replicas(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward passes sum gradients over the replicas, or accumulate them for a later one.
-
-    Each backward pass sums them over the ranks that share a replica, so a rank accumulates only its shard.
-    """
+    """Set whether the next backward passes sum gradients over the replicas, or accumulate them for a later one. Each
+    sums them over the ranks that share a replica, so a rank accumulates only its shard."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)
 
@@ -111,17 +109,14 @@ _ADDED_ONCE = "mixer.to_hidden.bias"
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A rank and its communication with the other ranks.
-
-    Args:
-        all_reduce: returns the sum of the ranks' tensors, and may write into its argument.
-        all_gather: concatenates the ranks' tensors along the last dimension, in the order of ranks.
-    """
+    """A rank and its communication with the other ranks."""
 
     rank: int
     size: int
     all_reduce: Callable[[Tensor], Tensor]
+    """Returns the sum of the ranks' tensors, and may write into its argument."""
     all_gather: Callable[[Tensor], Tensor]
+    """Concatenates the ranks' tensors along the last dimension, in the order of ranks."""
 
     def part(self, tensor: Tensor, dimension: int) -> Tensor:
         """Return this rank's part of a tensor, a view."""

@@ -25,22 +25,16 @@ def _private(path: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
 
 tracing_state = _private("_C._get_tracing_state", lambda: True)
 """() to the state of ``torch.jit.trace``; None if nothing is traced."""
-
 dispatch_modes = _private("_C._len_torch_dispatch_stack", lambda: 1)
 """() to the number of dispatch modes that intercept operations."""
-
 function_transform = _private("_C._functorch.peek_interpreter_stack", lambda: True)
 """() to the transform of ``torch.func`` that runs; None if there is none."""
-
 global_module_hooks = _private("nn.modules.module._has_any_global_hook", lambda: True)
 """() to whether a hook is registered for all modules."""
-
 backward_pass = _private("_C._current_graph_task_id", lambda: -1)
 """() to the number of the backward pass that this thread runs; −1 if there is none."""
-
 has_bfloat16_products = _private("cpu._is_avx512_bf16_supported", lambda: False)
 """() to whether the processor has AVX-512's bfloat16 products."""
-
 has_bfloat16_tiles = _private("cpu._is_amx_tile_supported", lambda: False)
 """() to whether the processor has matrix tiles (AMX)."""
 

@@ -56,11 +56,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, which comes with the package's optional ``extra``.
-
-    Raises:
-        ImportError: ``module`` is not installed; the message holds the command that installs it.
-    """
+    """Import ``module``, which comes with the package's optional ``extra``; ImportError says how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -89,10 +85,8 @@ def is_reachable(address: str) -> bool:
     import urllib.parse
     import urllib.request
 
-    if urllib.request.getproxies():
-        return True
     try:
-        return bool(socket.getaddrinfo(urllib.parse.urlsplit(address).hostname, None))
+        return bool(urllib.request.getproxies() or socket.getaddrinfo(urllib.parse.urlsplit(address).hostname, None))
     except OSError:
         return False
 
@@ -101,8 +95,7 @@ def is_reachable(address: str) -> bool:
 def cached_data_sets_without_network(extra: str) -> Iterator[None]:
     """Load data sets from the cache of the package ``datasets`` only, if the hub cannot be reached.
 
-    ``extra`` is the package's extra that ``datasets`` comes with. Raise FileNotFoundError if the hub cannot be reached,
-    and the cache does not hold a data set.
+    ``datasets`` comes with our ``extra``. Raise FileNotFoundError if the cache then lacks a data set.
     """
     hub, datasets = require("huggingface_hub", extra), require("datasets", extra)
     if is_reachable(hub.constants.ENDPOINT):
@@ -134,8 +127,8 @@ _HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14
 def keep_freed_memory() -> bool:
     """Make glibc keep and reuse freed blocks of any size. Return whether it accepted; False on other C libraries.
 
-    By default glibc returns large freed blocks to the system until a larger one was freed. Each fresh page then costs a
-    page fault. Training steps and prefill free and allocate the same blocks each time, so reuse saves these faults.
+    By default it returns large blocks to the system, and each fresh page costs a page fault. Training steps and prefill
+    free and allocate the same blocks each time.
     """
     return _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
 
@@ -144,8 +137,7 @@ def bound_freed_memory() -> bool:
     """Make glibc keep and reuse freed blocks, except very large ones, and return memory of which it keeps too much.
 
     Return whether it accepted; False on other C libraries. In a server, long-lived states between short-lived blocks
-    fragment kept memory, so it must not grow without bound. Prefill reuses its blocks: if each were returned to the
-    system, page faults would take as long as the work.
+    fragment kept memory, so it must not grow without bound.
     """
     return _set({_MMAP_THRESHOLD: _VERY_LARGE, _TRIM_THRESHOLD: _MOST_KEPT, _ARENA_MAX: 1})
 
@@ -153,8 +145,7 @@ def bound_freed_memory() -> bool:
 def prefer_huge_pages(address: int, size: int) -> bool:
     """Ask Linux to back memory that was not touched yet with pages of 2 MB. Return whether it accepted.
 
-    The processor keeps the addresses of few pages at hand. Reading large tensors from pages of 4 KB looks up a new
-    address every 4 KB.
+    The processor keeps the addresses of few pages at hand, and looks up a new one every 4 KB otherwise.
     """
     first, last = -(-address // _HUGE_PAGE) * _HUGE_PAGE, (address + size) // _HUGE_PAGE * _HUGE_PAGE
     if platform.system() != "Linux" or first >= last:
@@ -187,8 +178,8 @@ def keep_existing_objects() -> None:
 class SteadyCollection:
     """Context in which Python collects reference cycles at set steps only.
 
-    Otherwise each rank collects in another step, and in each of them all other ranks wait for it. Objects that exist
-    when the context is entered are not examined; after ``keep_existing_objects``, those that existed then.
+    Otherwise each rank collects in another step, and all other ranks wait for it. Objects that exist when the context
+    is entered are not examined; after ``keep_existing_objects``, those that existed then.
     """
 
     def __enter__(self) -> SteadyCollection:
@@ -216,8 +207,7 @@ def flushed_denormals() -> Iterator[None]:
     """Flush denormal numbers (below 1e-38) to zero in this thread while the context is active.
 
     Threads that PyTorch starts meanwhile keep the setting. Processors multiply denormals a hundred times slower than
-    other numbers. Saturated attention and vanishing gradients contain many of them: a small Llama trained at a high
-    learning rate is several times slower without this.
+    other numbers, and saturated attention and vanishing gradients contain many of them.
     """
     import torch
 

@@ -66,9 +66,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor of the host on ``device``; the host does not wait for work that the device has queued.
 
     For CUDA the copy starts from pinned memory: the driver may wait for the device before it reads other memory.
-
-    Raises:
-        RuntimeError: within ``without_copies``.
+    Within ``without_copies`` it raises RuntimeError.
     """
     if _COPIES_FORBIDDEN and tensor.device.type == "cpu":
         raise RuntimeError("a captured step would copy what the host computed for one batch, and repeat it for others")
@@ -114,11 +112,7 @@ _RANDOM = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, Tensor.n
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Create modules on the device ``meta``, and draw no random numbers.
-
-    They would change nothing. But PyTorch imports its compiler to draw them on this device, which takes as long as the
-    import of PyTorch itself.
-    """
+    """Create modules on the device ``meta``, and draw no random numbers: PyTorch would import its compiler to do so."""
     with torch.device("meta"), _WithoutRandomNumbers():
         yield
 
@@ -128,9 +122,7 @@ class _WithoutRandomNumbers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _RANDOM:
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
+        return kwargs.get("tensor", *args[:1]) if func in _RANDOM else func(*args, **kwargs)
 
 
 def memory_gib(device: torch.device) -> float:

@@ -73,26 +73,25 @@ class _Lasting:
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
-    """Context in which nothing that is printed raises an error, also if a pipe was closed or a disk is full."""
-    before: tuple[Any, Any] = sys.stdout, sys.stderr  # None: closed when Python started, so nothing is printed
-    errors = sys.stderr and _Lasting(sys.stderr, None)
-    output = sys.stdout and _Lasting(sys.stdout, errors)
-    sys.stdout, sys.stderr = output, errors
-    try:
-        yield
-    finally:
-        if output:
-            output.flush()
-        sys.stdout, sys.stderr = before
-
-
-@contextmanager
 def lasting_messages() -> Iterator[None]:
     """Context in which no message to standard error raises an error; they are lost if it cannot be written to."""
-    before: Any = sys.stderr
+    before: Any = sys.stderr  # None: closed when Python started, so nothing is printed
     sys.stderr = before and _Lasting(before, None)
     try:
         yield
     finally:
         sys.stderr = before
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Context in which nothing that is printed raises an error, also if a pipe was closed or a disk is full."""
+    before: Any = sys.stdout
+    with lasting_messages():
+        output = sys.stdout = before and _Lasting(before, sys.stderr)
+        try:
+            yield
+        finally:
+            if output:
+                output.flush()
+            sys.stdout = before

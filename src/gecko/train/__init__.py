@@ -21,23 +21,20 @@ from gecko.train.settings import (
 )
 
 if TYPE_CHECKING:
-    from gecko.train.checkpoints.folders import latest_checkpoint
+    from gecko.train.checkpoints import latest_checkpoint
     from gecko.train.data import replayed
     from gecko.train.health import NonFiniteError
     from gecko.train.session import TrainResult, train
 else:
     _MODULES = {
-        "NonFiniteError": "gecko.train.health",
-        "TrainResult": "gecko.train.session",
-        "latest_checkpoint": "gecko.train.checkpoints.folders",
-        "replayed": "gecko.train.data",
-        "train": "gecko.train.session",
-    }
+        "NonFiniteError": "health", "TrainResult": "session", "latest_checkpoint": "checkpoints", "replayed": "data",
+        "train": "session",
+    }  # fmt: skip
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         return value
 
 

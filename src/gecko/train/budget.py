@@ -20,7 +20,6 @@ from gecko.train.capture import CapturedGradients
 from gecko.train.data import Prefetcher, RunData
 from gecko.train.evaluate import evaluate, sample_text
 from gecko.train.optimizer import build_optimizer
-from gecko.train.prepare import Beginning, Process
 from gecko.train.run import Run
 from gecko.train.step import Step, split_batch
 
@@ -46,12 +45,9 @@ class Costs:
 
 
 class RunClock:
-    """Time of a run and of its parts.
+    """Time of a run and of its parts, by ``now()`` in seconds, since ``begin``.
 
-    Args:
-        now: returns the time in seconds.
-        begin: when the command began; for a run that is resumed, earlier by the time of the sessions before.
-        minutes: time of the run.
+    That is when the command began; for a run that is resumed, earlier by the time of the sessions before.
     """
 
     def __init__(self, now: Callable[[], float], begin: float, minutes: float | None = None) -> None:
@@ -80,8 +76,8 @@ class RunClock:
     def has_to_decay(self, run: Run, done: int) -> bool:
         """Return whether the time left is too short for one step more after ``done`` before the decay and the end.
 
-        It is called after each step. Steps are expected to take the mean time of those of this session, or of its last
-        ones, as many as the decay has, if that is longer; and the end as much longer as the evaluations do.
+        Call it after each step. Steps are expected to take the mean time of those of this session, or of its last ones,
+        as many as the decay has, if that is longer; and the end as much longer as the evaluations do.
         """
         elapsed, decay, costs = self.elapsed, run.schedule.decay_after(done + 1), self.costs
         self._ends.append(elapsed - self._apart)
@@ -96,7 +92,8 @@ class RunClock:
 
 WARMUP_STEPS = 4
 """Steps that are not timed, because the first steps of a process are several times slower than the rest."""
-TIMED_STEPS = 8
+TIMED_STEPS, _SAMPLED = 8, 8
+"""Steps, and tokens of the sample, that are timed."""
 MEASURING_PART = 0.1
 """Maximum fraction of the time budget spent on measuring; at least one step is measured."""
 EVALUATING_PART = 0.1
@@ -105,26 +102,23 @@ WRITE_BYTES_PER_SECOND = 200e6
 """Assumed speed of saving a checkpoint: write, flush to disk and read for the checksums."""
 REPORT_SECONDS = 6.0
 """Assumed time to draw the report and to end the process."""
-SLACK_SECONDS = 20.0
-SLACK_PART = 0.1
+SLACK_SECONDS, SLACK_PART = 20.0, 0.1
 """A run of one step may end this many seconds, or this fraction of the budget, after the budget."""
-_SAMPLED = 8
-"""Number of tokens generated to time the sample."""
 
 
 def measured(
-    start: Beginning, model: LanguageModel, batches: Prefetcher, data: RunData, process: Process, clock: RunClock
-) -> Beginning:
-    """Measure what the run does for the clock, and return ``start`` with what the run has to fix before its first step.
+    run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, console: Console,
+    clock: RunClock, *, fresh: bool,
+) -> Run:  # fmt: skip
+    """Measure what the run does for the clock, and return it with what it has to fix before its first step.
 
     If the run follows the clock, these are the steps of its warm-up; else the steps, at least 1, for which the whole
     command takes at most ``run.minutes``. The final evaluation may take ``EVALUATING_PART`` of them, and so may the
-    others together, and the sample; else they get fewer rows or tokens. With a checkpoint, this was fixed before.
+    others together, and the sample; else they get fewer rows or tokens. A run that is not ``fresh`` fixed this before.
 
-    All ranks measure together, and all use the first rank's times.
-    The measured steps use a learning rate of 0 and a separate optimizer, so the model does not change.
+    All ranks measure together, and use the first rank's times. The measured steps use a learning rate of 0 and a
+    separate optimizer, so the model does not change.
     """
-    run, ranks, console = start.run, process.ranks, process.console
     console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
     assert run.minutes is not None
     if next(model.parameters()).device.type == "cpu":  # else GCC would build the kernels in a call that is timed
@@ -147,12 +141,12 @@ def measured(
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     saving, end = 3 * size / WRITE_BYTES_PER_SECOND, -(-final // at_once) * batch + tokens * token + REPORT_SECONDS
     clock.expect(Costs(step, -(-curve // at_once) * batch, saving, end))
-    if start.checkpoint is not None:
-        return start
+    if not fresh:
+        return run
     fixed = [f"{name}={few}" for name, (all_of_them, few) in bounded.items() if few < all_of_them]
     for line in fixed:
         console.print(f"{line}: more would take more than {EVALUATING_PART:.0%} of the time")
-    return replace(start, run=run.with_settings(*fixed, *_planned(run, clock.costs, left, console)))
+    return run.with_settings(*fixed, *_planned(run, clock.costs, left, console))
 
 
 def _bounded(count: int, batches: float, at_once: int) -> int:
@@ -161,8 +155,20 @@ def _bounded(count: int, batches: float, at_once: int) -> int:
 
 
 def _planned(run: Run, costs: Costs, left: float, console: Console) -> list[str]:
-    """Return the settings that follow from the number of steps that fit into ``left`` seconds."""
-    _check_one_step_fits(run, costs.seconds(run, 1), left)
+    """Return the settings that follow from the number of steps that fit into ``left`` seconds.
+
+    Raise ValueError if a run of one step ends much later than ``run.minutes``.
+    """
+    assert run.minutes is not None
+    needed = costs.seconds(run, 1)
+    if needed - left > max(SLACK_SECONDS, SLACK_PART * run.minutes * 60):
+        enough = math.ceil(2 * (needed + run.minutes * 60 - left) / 60)
+        raise ValueError(
+            f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
+            f"sample and report takes about {needed / 60:.1f} minutes, after {run.minutes - left / 60:.1f} in which "
+            f"kernels were built, texts read and times measured. Nothing was trained. Try minutes={enough}, or fewer "
+            "evaluation.rows, evaluation.final_rows, sample.tokens and rows in a batch."
+        )
     steps = most_steps(run, costs, left)
     minutes = costs.seconds(run, steps) / 60
     if minutes * 60 > left:
@@ -181,20 +187,6 @@ def _planned(run: Run, costs: Costs, left: float, console: Console) -> list[str]
     return ["schedule.kind=wsd", f"schedule.warmup_steps={warmup}"]
 
 
-def _check_one_step_fits(run: Run, needed: float, left: float) -> None:
-    """Raise ValueError if a run of one step ends much later than ``run.minutes``."""
-    assert run.minutes is not None
-    if needed - left <= max(SLACK_SECONDS, SLACK_PART * run.minutes * 60):
-        return
-    enough = math.ceil(2 * (needed + run.minutes * 60 - left) / 60)
-    raise ValueError(
-        f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
-        f"sample and report takes about {needed / 60:.1f} minutes, after {run.minutes - left / 60:.1f} in which "
-        f"kernels were built, texts read and times measured. Nothing was trained. Try minutes={enough}, or fewer "
-        "evaluation.rows, evaluation.final_rows, sample.tokens and rows in a batch."
-    )
-
-
 def _step_seconds(
     run: Run, model: LanguageModel, batches: Prefetcher, ranks: Ranks, clock: RunClock, limit: float
 ) -> float:
@@ -207,30 +199,22 @@ def _step_seconds(
     optimizer = build_optimizer(model, run.optimizer)
     step = Step(model, optimizer, run.optimizer.clip, run.precision, ranks=ranks, captured=captured)
 
-    def step_of(batch: Batch, parts: int) -> None:
+    def one_step(batch: Batch, parts: int = run.gradient_accumulation_steps) -> None:
         step.start(split_batch(batch, parts, device, ranks), learning_rate=0.0).wait()
-
-    def one_step(number: int) -> None:
-        step_of(batches.batch(full + number), run.gradient_accumulation_steps)
 
     if not run.compile:  # a compiler would compile the model for batches of one row too
         first = batches.batch(full)
-        row = _fullest_row(first)
-        estimate = len(first.tokens) * _warm(lambda: step_of(row, 1), clock)
+        fullest = int((first.targets != IGNORED).sum(1).argmax())
+        row = Batch(*(x[fullest : fullest + 1] for x in (first.tokens, first.targets, first.segment_ids)))
+        estimate = len(first.tokens) * _warm(lambda: one_step(row, 1), clock)
         if ranks.broadcast(estimate > limit):
             model.zero_grad(set_to_none=True)
             return estimate
     seconds: list[float] = []
     while len(seconds) < WARMUP_STEPS + TIMED_STEPS and (not seconds or ranks.broadcast(sum(seconds) < limit)):
-        seconds.append(_timed(lambda: one_step(len(seconds)), clock))
+        seconds.append(_timed(lambda: one_step(batches.batch(full + len(seconds))), clock))
     model.zero_grad(set_to_none=True)
     return statistics.median(seconds[WARMUP_STEPS:]) if len(seconds) > WARMUP_STEPS else min(seconds)
-
-
-def _fullest_row(batch: Batch) -> Batch:
-    """Return the row with the most targets, as a batch."""
-    at = int((batch.targets != IGNORED).sum(1).argmax())
-    return Batch(*(x[at : at + 1] for x in (batch.tokens, batch.targets, batch.segment_ids)))
 
 
 def _token_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, clock: RunClock) -> float:

@@ -2,8 +2,8 @@
 
 The first part of a shape is computed as without a graph, which compiles kernels. The second is computed once more from
 the graph's buffers, without its documents, and captured; the others replay. A replay reads tokens, targets, weight and
-what ``Segments.shared`` built from the documents from buffers that are filled before it. So that it depends on nothing
-else of a batch, the documents cannot be read and nothing can be copied to the device while the step is captured.
+what ``Segments.shared`` built from the documents from buffers that are filled before it. While the step is captured,
+the documents cannot be read and nothing can be copied to the device: a replay depends on nothing else of a batch.
 
 A graph serves every batch whose layout has tensors of the same shapes, and is the same in all else.
 """
@@ -43,15 +43,12 @@ def check_capture(device: torch.device, world: int) -> None:
 
 class CapturedGradients:
     """Computes what ``compute_gradients`` computes in one process, from graphs, in gradients that stay where they are.
-
-    Hooks of modules run only while a graph is captured.
-    """
+    Hooks of modules run only while a graph is captured."""
 
     def __init__(self, model: LanguageModel, precision: Precision) -> None:
-        self._model, self._precision = model, precision
+        self._model, self._precision, self._most = model, precision, MOST_GRAPHS
         self._graphs: list[_Graph] = []
         """That which was used last comes first."""
-        self._most = MOST_GRAPHS
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
         """Those into which graphs add."""
         self._fixed: list[Any] = []
@@ -61,11 +58,8 @@ class CapturedGradients:
     def __call__(self, parts: Sequence[BatchPart]) -> Tensor:
         """Replace the parameters' gradients by those of the parts, and return their loss, () float64 on the device.
 
-        If the memory does not suffice for several graphs, there is one from then on.
-
-        Raises:
-            RuntimeError: a step of this model and shape cannot be captured.
-            torch.OutOfMemoryError: the memory does not suffice for a graph.
+        If the memory does not suffice for several graphs, there is one from then on. RuntimeError: a step of this model
+        and shape cannot be captured. OutOfMemoryError: the memory does not suffice for one graph.
         """
         try:
             return self._sum(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -89,36 +89,30 @@ def load_data(
 ) -> RunData:
     """Read, tokenize and split the run's source. Each rank tokenizes a share of the texts, and gets all of them.
 
-    ``layout`` is the row layout that the run started with, and ``started`` the time. All ranks call it together.
-
-    Raises:
-        ValueError: on the first rank, the source is too small or the tokenizer does not fit the model.
-        SystemExit: on all other ranks.
+    ``layout`` is the row layout that the run started with, and ``started`` the time. All ranks call it together. The
+    first raises ValueError if the source is too small or the tokenizer does not fit the model; all others SystemExit.
     """
     if run.data.format == "chat":
         return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, layout, started))
-    settings = run.data
-    with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
-        given, read = ranks.run_or_abort_all(lambda: _read(run, ranks, console, layout))
-        corpora = {
-            name: whole_corpus(name, found, ranks) if isinstance(found, CorpusShare) else found
-            for name, found in read.items()
-        }
-        return ranks.run_or_abort_all(lambda: _run_data(run, given, corpora, ranks, console, layout))
-
-
-_Given = tuple[str, tuple[str, ...], Tokenizer, DataRequest]
-
-
-def _read(run: Run, ranks: Ranks, console: Console, layout: int) -> tuple[_Given, dict[str, Any]]:
-    """Read this rank's share of the texts. Return what was asked for, and corpora and shares by source."""
     settings = run.data
     request = DataRequest(
         run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
         run.batch_size if settings.carry_state else None,
     )  # fmt: skip
-    given = settings.source, settings.sources, _load_tokenizer(run, console, layout), request
-    return given, read_sources(*given, validation=settings.validation)
+
+    def read() -> tuple[_Given, dict[str, Any]]:
+        given = settings.source, settings.sources, _load_tokenizer(run, console, layout), request
+        return given, read_sources(*given, validation=settings.validation)
+
+    with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
+        given, corpora = ranks.run_or_abort_all(read)
+        for name, found in corpora.items():
+            if isinstance(found, CorpusShare):
+                corpora[name] = whole_corpus(name, found, ranks)
+        return ranks.run_or_abort_all(lambda: _run_data(run, given, corpora, ranks, console, layout))
+
+
+_Given = tuple[str, tuple[str, ...], Tokenizer, DataRequest]
 
 
 def _load_tokenizer(run: Run, console: Console, layout: int) -> Tokenizer:
@@ -130,8 +124,8 @@ def _load_tokenizer(run: Run, console: Console, layout: int) -> Tokenizer:
             f"{tokenizer.vocab_size:,}: name the tokenizer with data.tokenizer, or set "
             f"model.vocab_size={-(-tokenizer.vocab_size // 8) * 8}"
         )
-    if layout == ROW_LAYOUT:  # runs of earlier versions continue with what they began with
-        _report_loss(run, tokenizer, console)
+    if layout == ROW_LAYOUT and not isinstance(tokenizer, ByteTokenizer):
+        _report_loss(run, tokenizer, console)  # runs of earlier versions continue with what they began with
     return tokenizer
 
 
@@ -139,8 +133,8 @@ def _report_loss(run: Run, tokenizer: Tokenizer, console: Console) -> None:
     """Check that the tokenizer keeps the texts; those of shards were checked when they were tokenized."""
     settings = run.data
     names = [parse_source(item)[0] for item in settings.sources] or [settings.source]
-    for name in filter(None, [*names, settings.validation]):
-        if isinstance(tokenizer, ByteTokenizer) or is_shard_folder(name):
+    for name in [*names, settings.validation]:
+        if name is None or is_shard_folder(name):
             continue
         texts: Iterable[str] = (turn.content for _, chat in read_chats(name) for turn in chat.turns)
         if settings.format == "text":
@@ -158,26 +152,19 @@ def _run_data(run: Run, given: _Given, corpora: dict[str, Any], ranks: Ranks, co
         of = f", {data.held_out_tokens / (data.tokens + data.held_out_tokens):.2%} of all"
         of += f"; {data.divided:,} of them the end of a document that is trained on" if data.divided else ""
     console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens{of}")
-    rows = run.rows_per_rank(ranks.data_ranks)
-    loader = data.loader(run.batch_size)
-    at_once = rows // run.gradient_accumulation_steps
+    at_once = run.rows_per_rank(ranks.data_ranks) // run.gradient_accumulation_steps
 
     def final_of(rows: int) -> HeldOut:
         return HeldOut.of(data.held_out(rows * run.sequence_length + 1), rows, run.sequence_length, at_once, tokenizer)
 
-    record = DataRecord(data.digest, layout)
     text = run.sample.prompt
     if text is None:
-        text = _first_words(tokenizer.decode(final_of(1).rows.tokens[0, :100].tolist()))
+        # The first one to three words, with the space after them.
+        words = re.match(r"\s*((?:\S{1,30}\s+){1,3})", tokenizer.decode(final_of(1).rows.tokens[0, :100].tolist()))
+        text = "The " if words is None else words[1]
     prompt = SamplePrompt(text, document_ids(tokenizer, text), frozenset({tokenizer.document_end}))
-    training = partial(batch_of, loader.rows)
+    training, record = partial(batch_of, data.loader(run.batch_size).rows), DataRecord(data.digest, layout)
     return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
-
-
-def _first_words(text: str) -> str:
-    """Return the first one to three words of a text, with the space after them."""
-    words = re.match(r"\s*((?:\S{1,30}\s+){1,3})", text)
-    return "The " if words is None else words[1]
 
 
 def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: datetime | None) -> RunData:
@@ -240,26 +227,20 @@ def _split_chats(
             check_apart(settings.validation, [settings.source])
             training, held_out = whole, load_chats(settings.validation, chat_format)
             corpora.append(held_out)
-    _report_long(corpora, room, console)
-    divided = len(training) + len(held_out) > sum(map(len, corpora))
-    return training.cut(room), held_out.cut(room), " ".join(corpus.digest() for corpus in corpora), divided
-
-
-def _report_long(corpora: Sequence[ChatCorpus], room: int, console: Console) -> None:
     lengths = [len(tokens) for corpus in corpora for tokens in corpus.tokens]
-    long = sum(length > room for length in lengths)
-    if long:
+    if long := sum(length > room for length in lengths):
         console.print(
             f"{long:,} of {len(lengths):,} chats are longer than a row of {room - 1:,} tokens; what follows is left "
             f"out. sequence_length={max(lengths) - 1} takes all of every chat"
         )
+    divided = len(training) + len(held_out) > sum(map(len, corpora))
+    return training.cut(room), held_out.cut(room), " ".join(corpus.digest() for corpus in corpora), divided
 
 
 def batch_of_step(run: Run, rows: Callable[[range], Batch], step: int, ranks: Ranks) -> Batch:
-    """Return this rank's rows of ``step``, counted from 0.
+    """Return this rank's rows of ``step``, counted from 0, cut into the shorter ones of this step.
 
-    The ranks divide the rows of a step, which do not depend on the number of ranks. Rows are cut into the shorter ones
-    of this step.
+    The ranks divide the rows of a step, which do not depend on the number of ranks.
     """
     count = (run.rows_before(step + 1) - run.rows_before(step)) // ranks.data_ranks
     first = run.rows_before(step) + ranks.data_rank * count
@@ -315,6 +296,7 @@ def replayed(run: Run, step: int) -> Iterator[str]:
     newest = next(iter(list_checkpoints(run.checkpoints_folder)), None)
     data = load_data(run, Ranks(), Console(quiet=True), row_layout(newest), run_start(newest))
     batch = batch_of_step(run, data.rows, step - 1, Ranks())
+    borders = data.tokenizer.document_start, data.tokenizer.document_end
     yield f"step {step}: {len(batch.tokens)} rows of {batch.tokens.shape[1]} tokens, {batch.scored_tokens} targets"
     for number, (tokens, targets, segments) in enumerate(
         zip(batch.tokens, batch.targets, batch.segment_ids, strict=True)
@@ -322,24 +304,15 @@ def replayed(run: Run, step: int) -> Iterator[str]:
         yield f"row {number}: {int((targets != IGNORED).sum())} targets"
         for segment in segments.unique_consecutive().tolist():
             here = torch.nonzero(segments == segment).flatten()
-            yield f"  tokens {int(here[0])} to {int(here[-1])}: {_text(data.tokenizer, tokens[here])!r}"
-
-
-def _text(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
-    """Decode ``tokens`` without those that mark the start and the end of a document."""
-    borders = (tokenizer.document_start, tokenizer.document_end)
-    return tokenizer.decode([token for token in tokens.tolist() if token not in borders])
+            text = data.tokenizer.decode([token for token in tokens[here].tolist() if token not in borders])
+            yield f"  tokens {int(here[0])} to {int(here[-1])}: {text!r}"
 
 
 def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorpus:
     """Return the corpus of which each rank has a share: the one that a single process would tokenize.
 
     All ranks call it together. The ids are broadcast into the memory of the whole corpus one batch at a time, so that a
-    rank needs no second copy.
-
-    Raises:
-        ValueError: on the first rank, if the ranks have different texts or tokenizers, or no text has tokens.
-        SystemExit: on all other ranks.
+    rank needs no second copy. ValueError: the ranks have different texts or tokenizers, or no text has tokens.
     """
     found = ranks.gather((share.texts, [part.lengths for part in share.parts]))
     ranks.run_or_abort_all(lambda: _check_same_texts(source, found))

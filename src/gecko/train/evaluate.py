@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,8 +53,7 @@ class HeldOut:
         """Return at most ``rows`` rows of whole chats. The targets are the tokens of answers."""
         packed = ChatRows(corpus, sequence_length, seed=0)
         chosen = [packed.packed_row(row) for row in range(min(rows, packed.rows_per_epoch))]
-        columns = (torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True))
-        joined = Batch(*columns)
+        joined = Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True)))
         return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 
     def spread(self, rows: int) -> HeldOut:
@@ -103,12 +103,9 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel,
-    held_out: HeldOut,
-    precision: Precision,
-    ranks: Ranks = ALONE,
+    model: LanguageModel, held_out: HeldOut, precision: Precision, ranks: Ranks = ALONE,
     beat: Callable[[], None] = lambda: None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Return the loss of ``model`` on the held-out rows, in float32 and summed in float64. All ranks call it together.
 
     Ranks that gather a model's matrices in bfloat16 for training have no others, and compute with those.
@@ -124,29 +121,24 @@ def evaluate(
     model.eval()
     here = ranks.columns(length)
     batches = zip(count(ranks.data_rank, ranks.data_ranks), held_out.batches(device, ranks), strict=False)
-    for number, (tokens, targets, segment_ids) in batches:
+    for place, (tokens, targets, segment_ids) in batches:
         beat()
         with without_float8(model, precision), autocast(used, device):
             losses, _ = model.token_losses(tokens, targets, segment_ids, context=ranks.context)
         found = torch.stack([losses.double(), (targets != IGNORED).double()])
         by_position[:, here] += found.sum(dim=1)
-        by_row[:, number * at_once : number * at_once + len(targets)] += found.sum(dim=2)
+        by_row[:, place * at_once : place * at_once + len(targets)] += found.sum(dim=2)
     release(model)
     model.train(was_training)
-    sums = ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu())
-    return _summary(*sums, int(held_out.row_bytes.sum()), "bfloat16" if is_half(used) else "float32")
-
-
-def _summary(by_position: Tensor, by_row: Tensor, text_bytes: int, arithmetic: str) -> Evaluation:
-    """Summarise the loss sums and target counts by position (2, T) and by row (2, R)."""
-    width = -(-by_position.shape[1] // POSITION_BINS)
-    bins = nn.functional.pad(by_position, (0, -by_position.shape[1] % width)).unflatten(1, (-1, width)).sum(dim=2)
-    means = [loss / targets if targets else None for loss, targets in bins.T.tolist()]
-    total, targets = by_position.sum(dim=1).tolist()
+    by_position, by_row = ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu())
+    width = -(-length // POSITION_BINS)
+    bins = nn.functional.pad(by_position, (0, -length % width)).unflatten(1, (-1, width)).sum(dim=2)
+    means = [loss / number if number else None for loss, number in bins.T.tolist()]
+    (total, number), text_bytes = by_position.sum(dim=1).tolist(), int(held_out.row_bytes.sum())
     row_losses, row_targets = by_row.tolist()
     return Evaluation(
-        total / targets, total / text_bytes if text_bytes else math.nan, means, width, int(targets), row_losses,
-        list(map(int, row_targets)), arithmetic,
+        total / number, total / text_bytes if text_bytes else math.nan, means, width, int(number), row_losses,
+        list(map(int, row_targets)), "bfloat16" if is_half(used) else "float32",
     )  # fmt: skip
 
 
@@ -161,15 +153,13 @@ class SamplePrompt:
 
 def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
     """Generate and return the continuation of a prompt."""
+    options: dict[str, Any] = {
+        "max_new_tokens": run.sample.tokens, "temperature": run.sample.temperature, "seed": run.seed,
+        "stop_tokens": prompt.stops,
+    }  # fmt: skip
     with without_float8(model, run.precision):
-        return tokenizer.decode([token for _, token in _tokens(run, model, prompt.ids, prompt.stops)])
-
-
-def _tokens(run: Run, model: LanguageModel, prompt: Tensor, stops: frozenset[int]) -> Iterable[NewToken]:
-    count, temperature = run.sample.tokens, run.sample.temperature
-    if isinstance(model, Llama):
-        reading = prefill_llama(model, [prompt])
-        return LlamaStream(
-            model, reading, seed=run.seed, temperature=temperature, max_new_tokens=count, stop_tokens=stops
-        )
-    return stream(model, prompt, max_new_tokens=count, temperature=temperature, seed=run.seed, stop_tokens=stops)
+        if isinstance(model, Llama):
+            new: Iterable[NewToken] = LlamaStream(model, prefill_llama(model, [prompt.ids]), **options)
+        else:
+            new = stream(model, prompt.ids, **options)
+        return tokenizer.decode([token for _, token in new])

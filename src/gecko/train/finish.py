@@ -7,7 +7,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from gecko.pages import (
 )
 from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version, require
-from gecko.train.checkpoints.content import write_model
+from gecko.train.checkpoints import write_model
 from gecko.train.data import RunData
 from gecko.train.evaluate import Evaluation, HeldOut, evaluate, sample_text
 from gecko.train.metrics import METRICS, read_metrics
@@ -41,13 +41,11 @@ from gecko.train.run import Run
 from gecko.train.settings import flatten
 from gecko.train.throughput import describe_hardware
 
-RESULTS, SAMPLE = "results.json", "sample.txt"
+RESULTS, SAMPLE, REPORT = "results.json", "sample.txt", "report.html"
 _BLUE = "#2a6f97"
 _FEW = 50
 """Number of points below which a line marks every point and is not smoothed."""
 _STEP_FIELDS = {"learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
-
-
 MARKS = {5.545: "guessing bytes", 2.4: "letters, few words", 1.6: "words, short phrases", 1.0: "looks like the text"}
 """What texts look like at some losses in nats per byte (docs/troubleshooting.md)."""
 
@@ -140,65 +138,48 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-REPORT = "report.html"
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts for the report that are not in the metrics file."""
-
-    parameters: int
-    evaluation: Evaluation
-    """Held-out loss of the finished model."""
-    prompt: str
-    sample: str
-    """The model's continuation of ``prompt``."""
-    hardware: Mapping[str, str]
-
-
-def write_report(run: Run, facts: RunFacts) -> Path:
-    """Write ``report.html`` into the run's folder from its metrics. Raise ImportError if matplotlib is missing."""
+def write_report(
+    run: Run, result: Evaluation, parameters: int, prompt: str, sample: str, hardware: Mapping[str, str]
+) -> Path:
+    """Write ``report.html`` into the run's folder from its metrics, and from what is not in these: the held-out loss of
+    the finished model, and its continuation of ``prompt``. Raise ImportError if matplotlib is missing."""
     records = read_metrics(run.folder / METRICS)
-    training = [record for record in records if record["kind"] == "train"]
-    validation = [record for record in records if record["kind"] == "validation"]
+    training, validation = ([r for r in records if r["kind"] == kind] for kind in ("train", "validation"))
     steps = [
         Picture(figure, "", small=True)
         for field, label in _STEP_FIELDS.items() if (figure := step_curve(training, field, label))
     ]  # fmt: skip
     note = "Gradient norm: before clipping. Speed: without evaluations and checkpoints."
-    prompt = f"Prompt in bold, then up to {run.sample.tokens} tokens at temperature {run.sample.temperature:g}."
-    commands, generate = [Listing(run.command(), "Train the same run again:")], _generate_command(run, facts.prompt)
-    if generate is not None:
-        commands.append(Listing(generate, "Write with the trained model:"))
+    sampling = f"Prompt in bold, then up to {run.sample.tokens} tokens at temperature {run.sample.temperature:g}."
+    commands = [Listing(run.command(), "Train the same run again:")]
+    if not isinstance(run.model, LlamaConfig):  # which no command generates with
+        folder = str(run.folder)
+        use = ["chat", folder] if run.data.format == "chat" else ["generate", folder, "--prompt", prompt]
+        commands.append(Listing(shlex.join(["gecko", *use]), "Write with the trained model:"))
     settings = {name: value for name, value in flatten(run.to_dict()).items() if name != "overrides"}
     sections = [
-        *_losses(run, facts, training, validation),
+        *_losses(run, result, training, validation),
         *([Section("Learning rate, gradient norm and speed", note, steps)] if steps else []),
-        Section("A sample", prompt, texts=[Listing(facts.sample, bold=facts.prompt)]),
-        Section("Numbers", tables=[pairs("", _numbers(run, facts, training))]),
-        Section("Hardware and code", tables=[pairs("", {**facts.hardware, "Gecko": code_name(code_version())})]),
+        Section("A sample", sampling, texts=[Listing(sample, bold=prompt)]),
+        Section("Numbers", tables=[pairs("", _numbers(run, result, parameters, training))]),
+        Section("Hardware and code", tables=[pairs("", {**hardware, "Gecko": code_name(code_version())})]),
         Section("Settings", tables=settings_tables(settings)),
         Section("Commands", texts=commands),
     ]  # fmt: skip
     summary = (
-        f"{facts.parameters:,} parameters, {run.steps:,} steps on {', '.join(run.data.sources) or run.data.source}: "
-        f"held-out loss {facts.evaluation.nats_per_byte:.3f} nats per byte of text."
+        f"{parameters:,} parameters, {run.steps:,} steps on {', '.join(run.data.sources) or run.data.source}: "
+        f"held-out loss {result.nats_per_byte:.3f} nats per byte of text."
     )
     write_page(run.folder / REPORT, f"Training report: {run.folder.name}", summary, sections)
     return run.folder / REPORT
 
 
-def _generate_command(run: Run, prompt: str) -> str | None:
-    """Return the command that uses the model; None for a Llama, which ``gecko generate`` does not accept."""
-    if isinstance(run.model, LlamaConfig):
-        return None
-    if run.data.format == "chat":
-        return shlex.join(["gecko", "chat", str(run.folder)])
-    return shlex.join(["gecko", "generate", str(run.folder), "--prompt", prompt])
-
-
-def _losses(run: Run, facts: RunFacts, training: Sequence[Record], validation: Sequence[Record]) -> list[Section]:
-    result, chunk = facts.evaluation, run.model.chunk_size
+def _losses(run: Run, result: Evaluation, training: Sequence[Record], validation: Sequence[Record]) -> list[Section]:
+    chunk, borders = run.model.chunk_size, ""
+    if chunk is not None:
+        stride = border_stride(len(result.loss_by_position) * result.bin_width, chunk)
+        which = "chunk borders" if stride == 1 else f"every {stride}th chunk border"
+        borders = f"Dotted lines: {which}, {chunk} tokens per chunk. "
     smoothing = "" if len(_points(training, "loss")) < _FEW else "Smoothed: means over a fiftieth of the run. "
     # There may be fewer than ``evaluation.rows``.
     rows = max((len(record.get("row_losses", ())) for record in validation), default=0)
@@ -207,7 +188,7 @@ def _losses(run: Run, facts: RunFacts, training: Sequence[Record], validation: S
     )
     by_position = (
         f"Held-out loss of the finished model, mean over {result.tokens:,} tokens in groups of {result.bin_width} "
-        f"positions. {_borders(result, chunk)}The first positions, without context, may leave the frame."
+        f"positions. {borders}The first positions, without context, may leave the frame."
     )
     places = loss_by_position(result.loss_by_position, result.bin_width, chunk)
     marks = MARKS if run.data.tokenizer == "bytes" and run.data.format == "text" else {}
@@ -217,24 +198,13 @@ def _losses(run: Run, facts: RunFacts, training: Sequence[Record], validation: S
     ]
 
 
-def _borders(result: Evaluation, chunk: int | None) -> str:
-    if chunk is None:
-        return ""
-    stride = border_stride(len(result.loss_by_position) * result.bin_width, chunk)
-    which = "chunk borders" if stride == 1 else f"every {stride}th chunk border"
-    return f"Dotted lines: {which}, {chunk} tokens per chunk. "
-
-
-def _numbers(run: Run, facts: RunFacts, training: Sequence[Record]) -> dict[str, str]:
+def _numbers(run: Run, result: Evaluation, parameters: int, training: Sequence[Record]) -> dict[str, str]:
     taken = [record for record in training if "skipped" not in record]
     tokens = sum(run.tokens_before(record["step"]) - run.tokens_before(record["step"] - 1) for record in taken)
     numbers = {
-        "Held-out loss": (
-            f"{facts.evaluation.nats_per_byte:.4f} nats per byte, {facts.evaluation.loss:.4f} nats per token"
-            f"{facts.evaluation.note}"
-        ),
-        "Held-out tokens": f"{facts.evaluation.tokens:,}",
-        "Parameters": f"{facts.parameters:,}",
+        "Held-out loss": f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token{result.note}",
+        "Held-out tokens": f"{result.tokens:,}",
+        "Parameters": f"{parameters:,}",
         "Steps": f"{len(training):,}, of which skipped: {len(training) - len(taken)}",
         "Tokens trained on": f"{tokens:,}",
     }
@@ -274,14 +244,14 @@ def finish_run(
         f"final held-out loss over {result.tokens:,} tokens: "
         f"{result.nats_per_byte:.4f} nats per byte, {result.loss:.4f} nats per token{result.note}"
     )
-    facts = RunFacts(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        evaluation=result,
-        prompt=data.prompt.text,
-        sample=sample,
-        hardware=describe_hardware(device, ranks.world),
-    )
-    return result, _report(run, facts, console)
+    parameters, hardware = sum(x.numel() for x in model.parameters()), describe_hardware(device, ranks.world)
+    try:
+        report = write_report(run, result, parameters, data.prompt.text, sample, hardware)
+    except ImportError as error:
+        console.print(f"no report: {error}")
+        return result, None
+    console.print(f"report: {report}")
+    return result, report
 
 
 def _final_loss(run: Run, model: LanguageModel, held_out: HeldOut, ranks: Ranks, console: Console) -> Evaluation:
@@ -306,16 +276,6 @@ def _sample(run: Run, model: LanguageModel, data: RunData, result: Evaluation, c
             "schedule.warmup in another folder with output="
         )
         return ""
-
-
-def _report(run: Run, facts: RunFacts, console: Console) -> Path | None:
-    try:
-        path = write_report(run, facts)
-    except ImportError as error:
-        console.print(f"no report: {error}")
-        return None
-    console.print(f"report: {path}")
-    return path
 
 
 def remove_results(run: Run) -> None:

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from gecko.parallel.mesh import ALONE, Ranks
 from gecko.runtime.private import recorded_collectives
-from gecko.train.checkpoints.content import TrainerState
 from gecko.train.optimizer import named_parameters
+from gecko.train.state import TrainerState
 
 
 class NonFiniteError(RuntimeError):
@@ -45,8 +45,7 @@ def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks
     """Run ``compute`` (loss and gradients of the batch) again and name the first value that is not finite.
 
     The order is: parameters, outputs of modules (innermost first, in order of the forward pass), the loss, gradients of
-    parameters (in order of the backward pass). Gradients are cleared. All ranks call it together and get the same
-    answer.
+    parameters (in order of the backward pass). Gradients are cleared. All ranks get the same answer.
     """
     names = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
     cause = _first(ranks, f"the parameter {names[0]} is not finite" if names else None)
@@ -56,9 +55,27 @@ def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks
 
 
 def _find_in_step(model: nn.Module, compute: Callable[[], Tensor]) -> str | None:
-    """Return the first non-finite value on this rank, or None."""
-    found: list[str] = []
-    handles = list(_watch(model, found))
+    """Return a description of the first non-finite value on this rank, or None."""
+    outputs, gradients = list[str](), list[str]()
+
+    def check_output(label: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        # A streaming state may hold -inf on purpose (an empty memory's log weight): only the first tensor counts.
+        first = _first_tensor(output)
+        if first is not None and not _is_finite(first):
+            outputs.append(label)
+
+    def check_gradient(label: str, parameter: Tensor) -> None:
+        if parameter.grad is not None and not _is_finite(parameter.grad):
+            gradients.append(label)
+
+    handles = list[Any]()
+    for name, module in model.named_modules():
+        label = f"the output of {name or 'the model'} ({type(module).__name__.removeprefix('FSDP')}) is not finite"
+        handles.append(module.register_forward_hook(partial(check_output, label)))
+    for name, parameter in named_parameters(model):
+        label = f"the gradient of {name} is not finite"
+        hooked: Any = parameter  # the method has no annotations
+        handles.append(hooked.register_post_accumulate_grad_hook(partial(check_gradient, label)))
     model.zero_grad(set_to_none=True)
     try:
         loss = compute()
@@ -66,40 +83,18 @@ def _find_in_step(model: nn.Module, compute: Callable[[], Tensor]) -> str | None
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    outputs = [event for event in found if event.startswith("the output")]
-    if outputs:
-        return outputs[0]
-    if not math.isfinite(float(loss)):
+    if not outputs and not math.isfinite(float(loss)):
         return "the loss is not finite, though every module's output is"
-    return found[0] if found else None
+    return next(iter([*outputs, *gradients]), None)
 
 
 def _first(ranks: Ranks, cause: str | None) -> str | None:
     """Return the cause that the first rank found; an output comes first, because a NaN spreads from there."""
     causes = [(rank, found) for rank, found in enumerate(ranks.gather(cause)) if found is not None]
-    causes.sort(key=lambda pair: not pair[1].startswith("the output"))
     if not causes or ranks.world == 1:
-        return causes[0][1] if causes else None
-    rank, found = causes[0]
+        return cause
+    rank, found = min(causes, key=lambda pair: not pair[1].startswith("the output"))
     return f"{found}, on rank {rank}"
-
-
-def _watch(model: nn.Module, found: list[str]) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    """Register hooks that add a line to ``found`` for each non-finite module output and parameter gradient."""
-    for name, module in model.named_modules():
-        label = f"the output of {name or 'the model'} ({type(module).__name__.removeprefix('FSDP')}) is not finite"
-        yield module.register_forward_hook(partial(_check_output, found, label))
-    for name, parameter in named_parameters(model):
-        label = f"the gradient of {name} is not finite"
-        hooked: Any = parameter  # the method has no annotations
-        yield hooked.register_post_accumulate_grad_hook(partial(_check_gradient, found, label))
-
-
-def _check_output(found: list[str], label: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    # A streaming state may hold -inf on purpose (an empty memory's log weight): only an output's first tensor counts.
-    first = _first_tensor(output)
-    if first is not None and not _is_finite(first):
-        found.append(label)
 
 
 def _first_tensor(output: Any) -> Tensor | None:
@@ -108,11 +103,6 @@ def _first_tensor(output: Any) -> Tensor | None:
         return output
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     return next((one for one in map(_first_tensor, parts) if one is not None), None)
-
-
-def _check_gradient(found: list[str], label: str, parameter: Tensor) -> None:
-    if parameter.grad is not None and not _is_finite(parameter.grad):
-        found.append(label)
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -131,18 +121,7 @@ def write_notice(signal: str, text: str) -> None:
         os.write(_STDERR, f"\n{signal}: {text}\n".encode())
 
 
-class TrainingNotice:
-    """Says what a signal does in each phase of a run: "measuring", "training" or "finishing"."""
-
-    def __init__(self) -> None:
-        self.phase = "training"
-
-    def __call__(self, signal: str, again: bool) -> None:
-        """Write to stderr what the signal named ``signal`` does in this phase; ``again``: it is a second Ctrl-C."""
-        write_notice(signal, _NOTICES[self.phase][again])
-
-
-_NOTICES = {
+NOTICES = {
     "measuring": (
         "the measurement in progress is finished, then the run is saved; a second Ctrl-C stops at once",
         "stopping now: nothing was trained",
@@ -157,7 +136,7 @@ _NOTICES = {
         "stopping now: all steps are saved, and --resume writes the final loss, sample and report",
     ),
 }
-"""What the first signal and a second Ctrl-C do, by phase."""
+"""What the first signal and a second Ctrl-C do, by phase of a run."""
 
 
 class StopSignal:
@@ -169,8 +148,7 @@ class StopSignal:
 
     def __init__(self, notice: Callable[[str, bool], None] | None = None) -> None:
         self.requested: str | None = None
-        self._notice = notice
-        self._interrupts = 0
+        self._notice, self._interrupts = notice, 0
         self._previous: dict[signal.Signals, object] = {}
         self._arrivals: _Arrivals | None = None
 
@@ -227,6 +205,8 @@ class _Arrivals:
         os.close(self._read)
 
 
+STACKS = "stacks"
+"""Folder in that of a run with the files of ``Watchdog``."""
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 """Seconds between writing the stacks and the end. Once one rank ends, the others fail without a stack."""
@@ -236,25 +216,27 @@ class Watchdog:
     """Context that ends a process which makes no progress.
 
     Without a ``beat`` for ``minutes``, the stacks of all threads are written to ``folder/rank-N.txt``, and soon after
-    the process ends by SIGALRM. Ranks that wait for a hanging rank end in the same way, so every rank writes its stack.
-    One timer is a C thread and the other one the kernel's, so neither needs the hanging interpreter.
-
-    If the interpreter runs, a thread also writes the last collectives of the rank to ``folder/flight-N``.
+    the process ends by SIGALRM. So do ranks that wait for a hanging one. One timer is a C thread and the other one the
+    kernel's, so neither needs the hanging interpreter. If that runs, a thread also writes the last collectives of the
+    rank to ``folder/flight-N``. Without ``minutes`` there is no watch.
     """
 
-    def __init__(self, folder: Path, rank: int, minutes: float) -> None:
+    def __init__(self, folder: Path, rank: int, minutes: float | None) -> None:
         self.path, self._flight = folder / f"rank-{rank:05d}.txt", folder / f"flight-{rank}"
-        self._seconds = minutes * 60
+        self._seconds = None if minutes is None else minutes * 60
         self._end = threading.Event()
-        folder.mkdir(parents=True, exist_ok=True)
 
     def beat(self) -> None:
         """Report progress, which restarts the timers."""
-        self._beaten = time.monotonic()
-        faulthandler.dump_traceback_later(self._seconds, file=self._file)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds + GRACE_SECONDS)
+        if self._seconds is not None:
+            self._beaten = time.monotonic()
+            faulthandler.dump_traceback_later(self._seconds, file=self._file)
+            signal.setitimer(signal.ITIMER_REAL, self._seconds + GRACE_SECONDS)
 
     def __enter__(self) -> Watchdog:
+        if self._seconds is None:
+            return self
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
         self.beat()
         threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
@@ -263,11 +245,13 @@ class Watchdog:
     def _record(self) -> None:
         """Write the last collectives once there was no beat for too long."""
         while not self._end.wait(LOOK_SECONDS):
-            if time.monotonic() - self._beaten > self._seconds:
+            if self._seconds is not None and time.monotonic() - self._beaten > self._seconds:
                 self._flight.write_bytes(recorded_collectives())
                 return
 
     def __exit__(self, *_: object) -> None:
+        if self._seconds is None:
+            return
         self._end.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
@@ -287,18 +271,17 @@ def launcher_watched() -> Iterator[None]:
     """Context that sends SIGTERM to a rank once the torchrun that started it is gone.
 
     The ranks then finish their step, save and end, as after a SIGTERM from the scheduler. Until then the first rank
-    holds the lock of the run's folder, so a job that is restarted meanwhile is refused. Before and after training,
-    SIGTERM ends the process at once.
-
-    On every POSIX system a process gets another parent when its launcher dies. Launchers other than torchrun are not
-    watched, because they may start ranks in the background and end first.
+    holds the lock of the run's folder, so a job that is restarted meanwhile is refused. A process gets another parent
+    when its launcher dies. Launchers other than torchrun may start ranks in the background and end first.
     """
     parent, end = os.getppid(), threading.Event()
 
     def watch() -> None:
         while not end.wait(LOOK_SECONDS):
             if os.getppid() != parent:
-                _say(f"rank {os.environ.get('RANK', '0')}: torchrun, which started it, is gone; stopping")
+                with contextlib.suppress(OSError):  # the reader of standard error may have been killed with torchrun
+                    rank = os.environ.get("RANK", "0")
+                    print(f"rank {rank}: torchrun, which started it, is gone; stopping", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
@@ -308,11 +291,3 @@ def launcher_watched() -> Iterator[None]:
         yield
     finally:
         end.set()
-
-
-def _say(line: str) -> None:
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        # The reader of standard error may have been killed together with torchrun.
-        return

@@ -1,8 +1,7 @@
 """Records of a run: ``metrics.jsonl``, its copies in TensorBoard and Weights & Biases, and ``sessions.jsonl``.
 
-``metrics.jsonl`` has one JSON object per line, and each step once. ``sessions.jsonl`` has one line for each time the
-run was started or resumed: code version, hardware and data. Every checkpoint holds a ``DataRecord``, so that a run can
-be resumed without its sessions.
+``metrics.jsonl`` has one JSON object per line, and each step once; ``sessions.jsonl`` a line for each time the run was
+started or resumed. Every checkpoint holds a ``DataRecord``, so that a run can be resumed without its sessions.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gecko.data.packing import ROW_LAYOUT
-from gecko.io.files import Record, as_lines, mend_lines, parse_object, read_lines, whole_file, write_text
+from gecko.io.files import Record, as_lines, parse_object, read_lines, whole_file, write_text
 from gecko.records import build
 from gecko.runtime.process import code_version, require
 from gecko.train.run import RECIPE
 
 METRICS = "metrics.jsonl"
-_FIELDS = ("kind", "step", "loss")
+FIELDS = ("kind", "step", "loss")
+"""Fields of every line of ``metrics.jsonl``."""
 Kind = Literal["train", "validation"]
 
 
@@ -52,8 +52,7 @@ class MetricsWriter:
         self._wandb = None if wandb is None else _weights_and_biases(folder, wandb, settings)
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Write one record. ``step`` is the number of finished optimizer steps. Raise OSError if the record cannot be
-        written; the message says what to do."""
+        """Write one record after ``step`` finished steps. Raise OSError that says what to do if that fails."""
         record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         self._keep()
@@ -79,7 +78,7 @@ class MetricsWriter:
 
     def _keep(self) -> None:
         """Go on in the file that has replaced ``metrics.jsonl``; if that was deleted, write it again. Raise OSError if
-        the folder of the run is gone. A checkpoint would begin a second one."""
+        the folder of the run is gone: a checkpoint would begin a second one."""
         if self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
             return
         if not self._path.exists():
@@ -113,14 +112,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return all records in order, without an incomplete last line, which a killed process leaves. Raise ValueError if
-    another line is damaged; the message names it."""
-    return read_lines(path, _FIELDS)
-
-
-def mend_metrics(path: Path) -> None:
-    """Remove torn and damaged lines from a metrics file; see ``mend_lines``."""
-    mend_lines(path, _FIELDS)
+    """Return all records in order, without a torn last line; ValueError that names another damaged line."""
+    return read_lines(path, FIELDS)
 
 
 def seconds_by_step(records: Iterable[Record], tokens_before: Callable[[int], int]) -> dict[int, float]:
@@ -156,7 +149,7 @@ def _finite(value: Any) -> Any:
 
 
 def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] | None) -> Any:
-    """Start the run of this folder on Weights & Biases, or continue it. Its charts are over ``step``."""
+    """Start or continue the run of this folder. Its charts are over ``step``."""
     wandb = require("wandb", "wandb")
     name = folder / "wandb-id"
     if not name.exists():
@@ -176,9 +169,8 @@ class Board:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder, self._step = folder, first_step
+        self._folder, self._step, self._hook = folder, first_step, threading.excepthook
         self._writer: Any = None
-        self._hook = threading.excepthook
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -210,8 +202,7 @@ class Board:
             )
 
     def _without_traceback(self, failure: threading.ExceptHookArgs) -> None:
-        of_writer = type(failure.thread).__name__ == "_AsyncWriterThread"
-        if not (of_writer and isinstance(failure.exc_value, OSError)):
+        if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
             self._hook(failure)
 
 
@@ -244,10 +235,8 @@ class DataRecord:
 
 
 def row_layout(checkpoint: Path | None) -> int:
-    """Return the row layout of the run of ``checkpoint``; that of new runs if it is None.
-
-    Raise ValueError if this version does not know the layout.
-    """
+    """Return the row layout of the run of ``checkpoint``, that of new runs if it is None; ValueError if this version
+    does not know it."""
     if checkpoint is None:
         return ROW_LAYOUT
     record = DataRecord.load(checkpoint)
@@ -261,18 +250,14 @@ def row_layout(checkpoint: Path | None) -> int:
 
 
 def run_start(checkpoint: Path | None) -> datetime:
-    """Return the time at which the run of ``checkpoint`` was started; now for a new run, and where it is not known."""
+    """Return when the run of ``checkpoint`` was started; now for a new run, and where it is not known."""
     record = None if checkpoint is None else DataRecord.load(checkpoint)
     return datetime.now() if record is None or record.started is None else datetime.fromisoformat(record.started)
 
 
 def record_session(folder: Path, step: int | None, parameters: int, hardware: Mapping[str, str], data: str) -> None:
-    """Add a line for this session to ``sessions.jsonl``.
-
-    Args:
-        step: the session resumes after this step. None: the run starts, and with it a new file.
-        data: digest of the training data.
-    """
+    """Add a line for this session to ``sessions.jsonl``: it resumes after ``step`` (None: the run starts, and with it a
+    new file) on the training data with the digest ``data``."""
     line = {"step": step or 0, **code_version(), "parameters": parameters, "hardware": dict(hardware), "data": data}
     write_text(folder / SESSIONS, as_lines([*([] if step is None else read_sessions(folder)), line]))
 

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gecko.data import ByteTokenizer, Tokenizer, load_tokenizer
+from gecko.data import ByteTokenizer, load_tokenizer
 from gecko.data.tokenizers import known_tokenizer
 from gecko.io.checkpoints import model_folder
 from gecko.io.model_folder import fingerprint, stored_prefix
@@ -107,16 +107,19 @@ _PROBE = "The quick brown fox: 3.14 × 2 = 6,28…\n\tif x != 0:  return '/home'
 
 
 def check_same_tokenizer(folder: Path, given: str) -> None:
-    """Check that the tokenizer ``given`` is that of the model in ``folder``, if that is known.
-
-    Warn if the model's tokenizer cannot be loaded and may be the same. Raise ValueError if the two produce different
-    ids for the same text.
-    """
+    """Raise ValueError if the tokenizer ``given`` and that of the model in ``folder``, if it is known, make different
+    ids of the same text. Warn if the model's cannot be loaded and may be the same."""
     known = known_tokenizer(folder)
     if known is None or known == given:
         return
+
+    def ids(name: str) -> list[int]:
+        # Of a varied text. Files cannot be compared: libraries save the same tokenizer with different bytes.
+        tokenizer = load_tokenizer(name)
+        return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
+
     try:
-        same = _ids(load_tokenizer(known)) == _ids(load_tokenizer(given))
+        same = ids(known) == ids(given)
     except (FileNotFoundError, ValueError, ImportError) as error:
         # A file or a library is missing. The bytes tokenizer needs neither: if it is ``given``, ``known`` is another.
         same = given != ByteTokenizer.name
@@ -129,13 +132,6 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
         )
 
 
-def _ids(tokenizer: Tokenizer) -> list[int]:
-    """Tokenize a varied text. Files cannot be compared: libraries save the same tokenizer with different bytes."""
-    return [tokenizer.document_start, *tokenizer.encode(_PROBE).tolist(), tokenizer.document_end]
-
-
-_FLOAT8_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs with float8 products."""
 _FLOAT8_MULTIPLE = 16
 """Products in float8 need matrices whose sizes are multiples of this."""
 
@@ -147,12 +143,11 @@ def check_float8(precision: Precision, device: torch.device) -> None:
         return
     _torchao()
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if precision == "float8" and (found is None or found < _FLOAT8_CAPABILITY):
+    if precision == "float8" and (found is None or found < (8, 9)):
         what = str(device) if found is None else f"{device} with {found[0]}.{found[1]}"
-        needed = ".".join(map(str, _FLOAT8_CAPABILITY))
         raise ValueError(
-            f"precision=float8 needs a GPU of compute capability {needed} or newer, as an H100; got "
-            f"{what}. Try precision=bfloat16, or precision=float8_emulated, which rounds alike and is slow."
+            f"precision=float8 needs a GPU of compute capability 8.9 or newer, as an H100; got {what}. Try "
+            "precision=bfloat16, or precision=float8_emulated, which rounds alike and is slow."
         )
 
 
@@ -166,8 +161,12 @@ def use_float8(model: LanguageModel, precision: Precision) -> None:
     library = _torchao()
     settings = library.Float8LinearConfig.from_recipe_name("rowwise")
     settings = replace(settings, emulate=precision == "float8_emulated")
+
+    def has_float8_sizes(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and all(size % _FLOAT8_MULTIPLE == 0 for size in module.weight.shape)
+
     for block in model.blocks:
-        library.convert_to_float8_training(block, config=settings, module_filter_fn=_has_float8_sizes)
+        library.convert_to_float8_training(block, config=settings, module_filter_fn=has_float8_sizes)
 
 
 @contextmanager
@@ -184,18 +183,13 @@ def without_float8(model: LanguageModel, precision: Precision) -> Iterator[None]
             module.__class__ = kind
 
 
-def _has_float8_sizes(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and all(size % _FLOAT8_MULTIPLE == 0 for size in module.weight.shape)
-
-
 def _torchao() -> Any:
     with without_log_warnings():
         return require("torchao.float8", "quantize")
 
 
-ADAPTERS = "adapters.safetensors"
-_BASE = "base"
-"""Name of the starting model's fingerprint in the metadata of the file."""
+ADAPTERS, _BASE = "adapters.safetensors", "base"
+"""File of a checkpoint, and name of the starting model's fingerprint in its metadata."""
 
 
 def add_adapters(model: LanguageModel, rank: int) -> None:
@@ -225,15 +219,13 @@ def merged(model: LanguageModel) -> LanguageModel:
     from peft.tuners.lora import LoraLayer
 
     weights: dict[str, Tensor] = {}
-    adapted: list[tuple[str, Any]] = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    ]
-    for name, module in adapted:
+    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, module in adapted.items():
         layer = module.get_base_layer()
         weights[f"{name}.weight"] = layer.weight.detach() + module.get_delta_weight("default").detach()
         if layer.bias is not None:
             weights[f"{name}.bias"] = layer.bias.detach()
-    inside = tuple(f"{name}." for name, _ in adapted)
+    inside = tuple(f"{name}." for name in adapted)
     others = {name: weight for name, weight in model.state_dict().items() if not name.startswith(inside)}
     plain = meta_model(model.config)
     plain.load_state_dict({**others, **weights}, assign=True)

@@ -4,9 +4,8 @@ Muon (Jordan et al., 2024) replaces the momentum M of a matrix by the nearest ma
 which five Newton-Schulz iterations approximate. The update is scaled by 0.2 √max(m, n), so that its root mean square is
 that of AdamW, and learning rate and weight decay of AdamW apply (Liu et al., 2025).
 
-``torch.optim.Muon`` computes the iterations on the sharded tensor: each product then exchanges shards, and they are
-rounded to bfloat16 on every device, so that sharded and single results differ. Here a matrix is gathered once, and the
-ranks divide the matrices among themselves.
+``torch.optim.Muon`` exchanges shards for each product, and rounds them to bfloat16 on every device, so that sharded and
+single results differ. Here a matrix is gathered once, and the ranks divide the matrices among themselves.
 """
 
 from __future__ import annotations
@@ -39,10 +38,12 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     rates: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     muon = settings.name == "muon"
     optimizer = Muon(groups, **rates) if muon else torch.optim.AdamW(groups, **rates, fused=True)
+    # AdamW creates the same state in its first step. It exists from the start, so a checkpoint can be loaded.
     for group in optimizer.param_groups:
+        names = ("momentum_buffer",) if group["muon"] else ("exp_avg", "exp_avg_sq")
         for parameter in group["params"]:
-            # AdamW creates the same state in its first step. It exists from the start, so a checkpoint can be loaded.
-            optimizer.state[parameter] = _empty_state(parameter, muon=group["muon"])
+            state = {} if group["muon"] else {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+            optimizer.state[parameter] = {**state, **{name: torch.zeros_like(parameter) for name in names}}
     return optimizer
 
 
@@ -82,13 +83,6 @@ def rate_factor(model: nn.Module, settings: OptimizerSettings, *, muon: bool) ->
     return math.sqrt(factor) if muon else factor
 
 
-def _empty_state(parameter: nn.Parameter, *, muon: bool) -> dict[str, Tensor]:
-    if muon:
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trained parameters by name; a tied parameter occurs once."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -96,11 +90,8 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def matrix_names(model: nn.Module) -> set[str]:
     """Return the names of the weights of linear layers and embeddings."""
-    return {
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    }
+    matrices = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding))
+    return {f"{name}.weight".removeprefix(".") for name in matrices}
 
 
 def block_matrix_names(model: nn.Module) -> set[str]:
@@ -117,8 +108,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
     """Run the step of an optimizer of ``build_optimizer`` unless ``skipped``, () bool on the device.
 
-    If it is skipped, parameters and state do not change. The host does not wait for the decision: fused optimizers take
-    it as ``found_inf``, as from ``torch.amp.GradScaler``.
+    The host does not wait for the decision: fused optimizers take it as ``found_inf``, as from ``GradScaler``.
     """
     deciding: Any = optimizer
     deciding.found_inf = skipped.float()
@@ -237,8 +227,7 @@ def _shard_of(full: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of ``full``, which all ranks have, as a tensor like ``like``."""
     assert isinstance(like, DTensor)
     group = _sharding_group(like)
-    shards = full.chunk(dist.get_world_size(group))
-    rank = dist.get_rank(group)
+    shards, rank = full.chunk(dist.get_world_size(group)), dist.get_rank(group)
     local = shards[rank] if rank < len(shards) else full[:0]
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -1,7 +1,4 @@
-"""Settings of a training run: the frozen dataclass ``Run`` determines what is trained and where it is saved.
-
-Its groups of settings are in ``train/settings.py``. Error messages name a field as overrides do.
-"""
+"""Settings of a training run: the frozen dataclass ``Run`` determines what is trained and where it is saved."""
 
 from __future__ import annotations
 
@@ -17,17 +14,7 @@ from gecko.io.checkpoints import CHECKPOINTS
 from gecko.io.files import parse_object
 from gecko.models import ModelConfig, model_type, parse_config
 from gecko.models.gecko import ActivationCheckpointing
-from gecko.records import (
-    LIMIT,
-    MOST,
-    Count,
-    NotNegative,
-    Parsed,
-    Range,
-    build,
-    check,
-    field_types,
-)
+from gecko.records import LIMIT, MOST, Count, NotNegative, Parsed, Range, build, check, field_types
 from gecko.train.settings import (
     ASIDE,
     CheckpointSettings,
@@ -51,10 +38,7 @@ NOT_SETTINGS = ("recipe", "overrides", "model.model_type")
 """Fields that no override sets."""
 _MOST_THREADS = 1024
 _ABOVE_0 = Range("must be above 0 and finite", above=0, most=MOST, limit=LIMIT)
-_Steps = Annotated[int, _ABOVE_0]
-_Minutes = Annotated[float, _ABOVE_0]
-_HangMinutes = Annotated[float, Range("must be above 0 and finite, or none", above=0, most=MOST, limit=LIMIT)]
-
+_ABOVE_0_OR_NONE = dataclasses.replace(_ABOVE_0, rule=f"{_ABOVE_0.rule}, or none")
 
 Precision = Literal["auto", "float32", "bfloat16", "float8", "float8_emulated"]
 
@@ -78,9 +62,9 @@ class Run:
     """Tokens of a row."""
     gradient_accumulation_steps: Annotated[Count, Role.NEUTRAL] = 1
     """Number of equal parts of a batch, computed one after the other. Saves memory; results differ by rounding."""
-    steps: _Steps | None = None
+    steps: Annotated[int, _ABOVE_0] | None = None
     """Optimizer steps. None: as many as fit into ``minutes``, fixed when ``schedule.kind`` says."""
-    minutes: Annotated[_Minutes | None, ASIDE] = None
+    minutes: Annotated[Annotated[float, _ABOVE_0] | None, ASIDE] = None
     """Time until the command ends, with evaluations, checkpoints and report; used only if ``steps`` is None."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -112,7 +96,7 @@ class Run:
     skip: SkipSettings = field(default_factory=SkipSettings)
     max_skips: Annotated[Count, Role.NEUTRAL] = 10
     """Number of consecutive skipped steps at which the run stops with an error."""
-    hang_minutes: Annotated[_HangMinutes | None, ASIDE] = 30.0
+    hang_minutes: Annotated[Annotated[float, _ABOVE_0_OR_NONE] | None, ASIDE] = 30.0
     """With several ranks: minutes without progress after which a rank writes its stack to ``stacks/`` and exits.
     ``torchrun --max-restarts`` then restarts the job. None: no stacks, and collectives time out after half an hour."""
     profile: Annotated[tuple[int, int] | None, ASIDE] = None
@@ -133,11 +117,18 @@ class Run:
         check(self)
         self._check_counts()
         self._check_parallel()
-        self._check_length()
-        self._check_warmups()
-        self._check_profile()
-        self._check_adapters()
-        self._check_copies()
+        if self.steps is None and self.minutes is None:
+            raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
+        self._check_growth()
+        if self.profile is not None:
+            self._check_profile(*self.profile)
+        if self.lora_rank is not None:
+            self._check_adapters(self.lora_rank)
+        if self.checkpoint.memory_every is not None and self.data.carry_state:
+            raise ValueError(
+                "checkpoint.memory_every copies what replicas share, and with data.carry_state=true each rank has "
+                f"lanes that no other rank has; got {self.checkpoint.memory_every}. Set checkpoint.memory_every=none."
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -199,7 +190,6 @@ class Run:
         """
         values = self.to_dict()
         set_fields(values, overrides, NOT_SETTINGS)
-        # The command needs only the last value of each key.
         latest = {override.partition("=")[0]: override for override in (*self.overrides, *overrides)}
         changed = build(Run, values, texts=True)
         return dataclasses.replace(changed, overrides=tuple(latest.values()))
@@ -224,18 +214,15 @@ class Run:
     @classmethod
     def load(cls, path: str | Path) -> Run:
         """Read a run that ``save`` wrote. Raise ValueError that names the file if it is damaged or a field invalid."""
-
-        def parse(values: dict[str, Any]) -> Run:
-            return cls.from_dict({name: value for name, value in values.items() if name != "command"})
-
-        return parse_object(path, "a recipe", parse)
+        return parse_object(
+            path, "a recipe", lambda found: cls.from_dict({name: found[name] for name in found if name != "command"})
+        )
 
     def _check_counts(self) -> None:
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"gradient_accumulation_steps must divide batch_size; got {self.gradient_accumulation_steps} and "
-                f"{self.batch_size}. "
-                f"Try gradient_accumulation_steps={self.batch_size}, one row at a time."
+                f"{self.batch_size}. Try gradient_accumulation_steps={self.batch_size}, one row at a time."
             )
         if not self.output:
             raise ValueError("output must name the folder of the run; got ''. Try runs/mine.")
@@ -271,8 +258,7 @@ class Run:
                 "Try that, or capture=false."
             )
 
-    def _check_warmups(self) -> None:
-        """Raise ValueError unless batch size and sequence length are reached by doubling and fit other settings."""
+    def _check_growth(self) -> None:
         first_rows, first_length = self.schedule.initial_batch_size, self.schedule.initial_sequence_length
         check_doubles("batch_size", first_rows, self.batch_size)
         check_doubles("sequence_length", first_length, self.sequence_length)
@@ -284,13 +270,6 @@ class Run:
         if self.data.carry_state and self.model.chunk_size is None:
             raise ValueError(
                 "data.carry_state must be false for a Llama, which has no state of constant size; got true."
-            )
-
-    def _check_copies(self) -> None:
-        if self.checkpoint.memory_every is not None and self.data.carry_state:
-            raise ValueError(
-                "checkpoint.memory_every copies what replicas share, and with data.carry_state=true each rank has "
-                f"lanes that no other rank has; got {self.checkpoint.memory_every}. Set checkpoint.memory_every=none."
             )
 
     def _check_context(self, ranks: int) -> None:
@@ -305,45 +284,34 @@ class Run:
             if length is not None and length % share:
                 raise ValueError(
                     f"with parallel.context={ranks} a rank holds whole chunks of {self.model.chunk_size} tokens, so "
-                    f"{name} must be a multiple of {share}; got {length}. "
-                    f"Try {name}={max(1, round(length / share)) * share}."
+                    f"{name} must be a multiple of {share}; got {length}. Try "
+                    f"{name}={max(1, round(length / share)) * share}."
                 )
 
-    def _check_length(self) -> None:
-        if self.steps is None and self.minutes is None:
-            raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
-
-    def _check_adapters(self) -> None:
-        if self.lora_rank is None:
-            return
+    def _check_adapters(self, rank: int) -> None:
         if self.init_from is None or self.compile:
             raise ValueError(
                 "lora_rank trains adapters of a trained model without compilation: set init_from and compile=false, "
                 "or lora_rank=none."
             )
-        if self.lora_rank > self.model.model_dim:
-            raise ValueError(
-                f"lora_rank must be at most the model's width, {self.model.model_dim}; got {self.lora_rank}. Try "
-                f"{min(16, self.model.model_dim)}."
-            )
+        width = self.model.model_dim
+        if rank > width:
+            raise ValueError(f"lora_rank must be at most the model's width, {width}; got {rank}. Try {min(16, width)}.")
         if self.precision.startswith("float8"):
             raise ValueError(
                 "precision must be float32 or bfloat16 for adapters, which replace the linear layers that float8 would "
                 f"replace; got {self.precision}. Try precision=bfloat16, or lora_rank=none."
             )
 
-    def _check_profile(self) -> None:
-        if self.profile is None:
-            return
-        first, last = self.profile
+    def _check_profile(self, first: int, last: int) -> None:
         if not 1 <= first <= last:
             raise ValueError(
-                f"profile must be the first and the last step, from 1, as profile=10,12; got {self.profile}."
+                f"profile must be the first and the last step, from 1, as profile=10,12; got {first, last}."
             )
         if self.steps is not None and first > self.steps:
             raise ValueError(
-                f"profile must begin within the run's {self.steps} steps; got {self.profile}. "
-                f"Try profile={self.steps},{self.steps}, or profile=none."
+                f"profile must begin within the run's {self.steps} steps; got {first, last}. Try "
+                f"profile={self.steps},{self.steps}, or profile=none."
             )
 
 

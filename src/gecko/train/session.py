@@ -1,46 +1,61 @@
 """The training session: from a ``Run`` to a trained model, its metrics and its report.
 
-``train`` claims the run's folder, loads data and model, runs the training loop, and evaluates the finished model.
+``train`` claims the run's folder, loads data and model, runs the training loop, and evaluates the finished model. A
+session starts a run in a new folder, or resumes the run of the folder, whose settings it then has to share. It
+overwrites no file of a model, of another run, or of a user.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from gecko.data.chat_templates import TEMPLATE
-from gecko.data.tokenizers import copy_tokenizer
-from gecko.io.checkpoints import checkpoint_path, checkpoint_step
-from gecko.io.files import whole_file, write_text
-from gecko.io.model_folder import CONFIG
+from gecko.data.tokenizers import SETTINGS, TOKENIZERS, copy_tokenizer
+from gecko.io.checkpoints import checkpoint_path, checkpoint_step, list_checkpoints
+from gecko.io.files import locked, mend_lines, whole_file, write_text
+from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_checkpoint
 from gecko.models import LanguageModel
-from gecko.parallel.mesh import Ranks
-from gecko.runtime.process import keep_freed_memory
-from gecko.train import prepare
+from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
+from gecko.runtime.process import flushed_denormals, keep_freed_memory
+from gecko.runtime.terminal import Terminal, lasting_output
 from gecko.train.budget import RunClock, measured
 from gecko.train.capture import check_capture
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.content import TrainerState, restore_snapshot, write_recipe, write_tokenizer
-from gecko.train.checkpoints.node_copies import NodeCopies
+from gecko.train.checkpoints import Checkpointer, latest_checkpoint
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
-from gecko.train.finish import finish_run, remove_results
-from gecko.train.health import StopSignal, TrainingNotice, Watchdog, reported_hangs
-from gecko.train.metrics import METRICS, SESSIONS, MetricsWriter, check_same_data, read_metrics, record_session
+from gecko.train.finish import REPORT, RESULTS, SAMPLE, finish_run, remove_results
+from gecko.train.health import NOTICES, STACKS, StopSignal, Watchdog, launcher_watched, reported_hangs, write_notice
+from gecko.train.metrics import (
+    FIELDS,
+    METRICS,
+    SESSIONS,
+    MetricsWriter,
+    check_same_data,
+    read_metrics,
+    record_session,
+    row_layout,
+    run_start,
+)
 from gecko.train.model import check_float8, starting_model
 from gecko.train.optimizer import build_optimizer
-from gecko.train.prepare import Beginning, Process, fixed_settings, launch
-from gecko.train.run import Run
+from gecko.train.run import RECIPE, Run, has_role
+from gecko.train.settings import Role, flatten
+from gecko.train.state import NodeCopies, TrainerState, restore_snapshot, write_recipe, write_tokenizer
 from gecko.train.step import carried_state
-from gecko.train.throughput import describe_hardware
-from gecko.train.trainer import Trainer, TrainingProgress
+from gecko.train.throughput import describe_hardware, multiplies_bfloat16, select_device
+from gecko.train.trainer import Trainer, training_bar
+
+_LOCK = ".training"
 
 
 @dataclass(frozen=True)
@@ -65,8 +80,8 @@ def train(
 ) -> TrainResult:
     """Train ``run`` to its last step, or until Ctrl-C or SIGTERM, which save a checkpoint and return.
 
-    A process that torchrun started trains as one of its ranks. If one rank fails, all do: the first rank raises the
-    error and the others raise SystemExit. The last checkpoint is kept after every error.
+    A process that torchrun started trains as one of its ranks. If one rank fails, all do: the first raises the error,
+    the others SystemExit. The last checkpoint is kept after every error.
 
     Args:
         resume: continue from the newest undamaged checkpoint in ``run.output``; start the run if there is none.
@@ -81,51 +96,228 @@ def train(
     """
     clock = RunClock(now, now() if begin is None else begin, run.minutes)
     with ExitStack() as stack:
-        process = stack.enter_context(launch(run))
-        ranks, console = process.ranks, process.console
-        start = prepare.begin(run, resume, process, stack)
-        ranks.run_or_abort_all(lambda: _set_up(start.run, process))
-        data = load_data(start.run, ranks, console, start.layout, start.started)
-        ranks.main(lambda: _check_same_texts(start, data, console))
-        model = starting_model(start.run, ranks, process.device, fresh=start.checkpoint is None)
-        batches = Prefetcher(start.run, data.rows, ranks, pinned=process.device.type == "cuda")
-        notice = TrainingNotice()
+        ranks, device, console = stack.enter_context(launch(run))
+        run, checkpoint, layout, started = _begin(run, resume, ranks, device, stack)
+        ranks.run_or_abort_all(lambda: _set_up(run, ranks, device, console))
+        data = load_data(run, ranks, console, layout, started)
+        ranks.main(lambda: _check_same_texts(run, checkpoint, data, console))
+        model = starting_model(run, ranks, device, fresh=checkpoint is None)
+        batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
+        phase = "training"
+
+        def notice(signal: str, again: bool) -> None:
+            write_notice(signal, NOTICES[phase][again])
+
         with StopSignal(notice if ranks.is_main else None) as stop:
-            if start.run.steps is None:
-                notice.phase = "measuring"
-                start = measured(start, model, batches, data, process, clock)
-                data = replace(data, evaluation=start.run.evaluation)
-            notice.phase = "training"
-            run, position = _fit(start, model, data, batches, stop, process, clock)
+            if run.steps is None:
+                phase = "measuring"
+                run = measured(run, model, batches, data, ranks, console, clock, fresh=checkpoint is None)
+                data, phase = replace(data, evaluation=run.evaluation), "training"
+            run, position = _fit(run, checkpoint, model, data, batches, stop, ranks, console, clock)
             newest = checkpoint_path(run.checkpoints_folder, position.step)
             if position.step == run.steps:
-                notice.phase = "finishing"
+                phase = "finishing"
                 batches.close()
                 evaluation, report = finish_run(run, model, data, newest, ranks, console)
                 return TrainResult(run, newest, position.step, evaluation, report)
         console.print(
             f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of "
-            f"{run.steps or 'those that fit'}. "
-            f"Continue with:\n  {run.command()} --resume"
+            f"{run.steps or 'those that fit'}. Continue with:\n  {run.command()} --resume"
         )
         return TrainResult(run, newest, position.step, None, None)
 
 
-def _check_same_texts(start: Beginning, data: RunData, console: Console) -> None:
-    """Raise ValueError if the texts are other ones than those that the run started with."""
-    folder, checkpoint = start.run.folder, start.checkpoint
-    if checkpoint is not None and not check_same_data(folder, checkpoint, data.record.digest):
-        console.print(
-            f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
-            f"{folder / SESSIONS} has their digest"
+@contextmanager
+def launch(run: Run) -> Iterator[tuple[Ranks, torch.device, Console]]:
+    """Context in which the processes that were started are connected as the ranks of ``run``.
+
+    It yields the ranks, this rank's device, and a console that prints on the first rank only.
+    """
+    _, world, local = launched()
+    with only_first_rank_reports():
+        sizes = MeshSizes.of(world, run.parallel.replicate, run.parallel.shard, run.parallel.context)
+        run.rows_per_rank(sizes.data_ranks)
+    # Each rank reports its own device error, because the first rank may have none.
+    device = select_device(run.device, local if world > 1 else None)
+    # The watchdog must act before a collective times out, because it writes the stacks.
+    timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
+    with lasting_output(), launcher_watched(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
+        yield ranks, device, Terminal(soft_wrap=True, quiet=not ranks.is_main)
+
+
+def _begin(
+    run: Run, resume: bool, ranks: Ranks, device: torch.device, stack: ExitStack
+) -> tuple[Run, Path | None, int, datetime]:
+    """Claim the run's folder until ``stack`` is closed. Return the run with what its first session fixed, its newest
+    undamaged checkpoint (None: it starts), its row layout, and when it was started.
+
+    All ranks call it together. Only the first rank reads and writes files, but for the checksums of a checkpoint, which
+    all ranks share. Ranks may differ in settings of their machines, such as ``checkpoint.memory_folder``: each gets its
+    own run.
+    """
+    ranks.main(lambda: _claim(run, resume, stack))
+    checkpoint = latest_checkpoint(run.checkpoints_folder, ranks)
+
+    def found() -> tuple[Run, list[str], int, datetime]:
+        fixed = [] if not resume else _fixed_at_begin(run) if checkpoint is None else _fixed_until(run, checkpoint)
+        if run.with_settings(*fixed).precision == "auto":
+            fixed.append(f"precision={'bfloat16' if multiplies_bfloat16(device) else 'float32'}")
+        return run.with_settings(*fixed), fixed, row_layout(checkpoint), run_start(checkpoint)
+
+    first, fixed, layout, started = ranks.main(found)
+
+    def of_this_rank() -> Run:
+        own = run.with_settings(*fixed)
+        if checkpoint is not None:
+            _check_same_run(own, first, "the first rank has")
+        return own
+
+    return ranks.run_or_abort_all(of_this_rank), checkpoint, layout, started
+
+
+def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
+    # Before the lock, which is a file in the folder: a model's folder must stay as it is.
+    check_one_model(run.folder)
+    if (run.folder / CONFIG).exists() and run_or_checkpoint(run.folder) != "a training run":
+        raise FileExistsError(
+            f"a run must have a folder without a model; {run.folder} has a {CONFIG}, and no command could tell that "
+            f"model from the run's. Choose another folder with output=, or move {CONFIG} and {WEIGHTS} away."
+        )
+    # Two sessions would mix metrics and remove each other's checkpoints.
+    stack.enter_context(locked(run.folder / _LOCK, wait=False))
+    _check_overwrites_nothing(run, resume)
+    if resume:  # torn and damaged lines go, so that lines can be appended
+        mend_lines(run.folder / METRICS, FIELDS)
+        mend_lines(run.folder / SESSIONS)
+
+
+def _check_overwrites_nothing(run: Run, resume: bool) -> None:
+    if (folder := run.checkpoints_folder).exists() and not folder.is_dir():
+        raise FileExistsError(
+            f"{folder} must be a folder, or the name of a new one; it is a file. Move it away, or choose another "
+            "folder with output=."
+        )
+    saved = bool(list_checkpoints(folder))
+    _check_files_of_others(run)
+    begun, finished = (run.folder / METRICS).exists(), (run.folder / RESULTS).exists()
+    if finished and not saved:
+        raise FileExistsError(
+            f"{run.folder} must hold the checkpoints of its run, which is finished; they are gone, and nothing there "
+            "is overwritten. Choose another folder with output=, or move it away."
+        )
+    if (saved or begun) and not resume:
+        raise FileExistsError(
+            f"{run.folder} already holds a run, and nothing there is overwritten. Continue it with --resume, "
+            "or choose another folder with output=."
         )
 
 
-def _set_up(run: Run, process: Process) -> None:
-    ranks, console = process.ranks, process.console
-    check_float8(run.precision, process.device)
+def _check_files_of_others(run: Run) -> None:
+    """Refuse a folder that is not that of a run, but has a file that a run would replace or delete."""
+    if (run.folder / METRICS).exists() or _holds_recipe(run.folder / RECIPE):
+        return
+    replaced = [run.folder / name for name in (RECIPE, SAMPLE, REPORT)]
+    if run.tokenizer_folder.resolve() not in (path := Path(run.data.tokenizer).resolve(), path.parent):
+        replaced += [run.tokenizer_folder / name for name in (*TOKENIZERS, *SETTINGS)]
+    found = next((path for path in replaced if path.exists()), None)
+    if found is not None:
+        raise FileExistsError(
+            f"{run.folder} must be a new folder or that of a run; it has a {found.relative_to(run.folder)} that no run "
+            "wrote, and the run would replace it. Choose another folder with output=, or move the file away."
+        )
+
+
+def _holds_recipe(path: Path) -> bool:
+    try:
+        Run.load(path)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return True
+
+
+def _fixed_at_begin(run: Run) -> list[str]:
+    """Return what a session fixed that was killed before its first checkpoint, if all else is equal. ValueError if
+    another run trained in the folder."""
+    recipe = run.folder / RECIPE
+    if not recipe.is_file():
+        return []
+    begun = Run.load(recipe)
+    if any(record["kind"] == "train" for record in read_metrics(run.folder / METRICS)):
+        _check_same_run(run, begun, f"the run in {run.folder} was begun with")
+    fixed = _fixed_by(run, begun)
+    same = replace(run.with_settings(*fixed), overrides=()) == replace(begun, overrides=())
+    return fixed if same else []
+
+
+_FIXED_BY_TIME = (
+    "profile", "schedule.kind", "schedule.warmup_steps", "schedule.decay_steps", "evaluation.rows",
+    "evaluation.final_rows", "sample.tokens",
+)  # fmt: skip
+"""Settings that a session with ``minutes`` may fix, and then adds to its run's overrides, besides ``steps``."""
+
+
+def _fixed_by(run: Run, begun: Run) -> list[str]:
+    """Return, as overrides, what a resumed run takes from its first session, ``begun``: the precision if it is "auto",
+    and, unless ``run`` gives ``steps``, the steps and sizes that were chosen for ``minutes``."""
+    fixed = [f"precision={begun.precision}"] if run.precision == "auto" else []
+    if run.steps is None:
+        given = {override.partition("=")[0] for override in run.overrides}
+        recorded = {override.partition("=")[0]: override for override in begun.overrides}
+        fixed += [recorded[name] for name in _FIXED_BY_TIME if name in recorded and name not in given]
+        fixed += [] if begun.steps is None else [f"steps={begun.steps}"]
+    return fixed
+
+
+def _fixed_until(run: Run, checkpoint: Path) -> list[str]:
+    """Return what the sessions before ``checkpoint`` fixed. ValueError if it is of another run."""
+    saved, recipe = Run.load(checkpoint / RECIPE), run.folder / RECIPE
+    _check_same_run(run, saved, "the checkpoint was trained with")
+    if run.steps is None:
+        if saved.steps is None and _holds_recipe(recipe):  # the clock may have fixed the steps since
+            newest = Run.load(recipe)
+            if newest.schedule.decay_steps is not None and newest.minutes == run.minutes:
+                saved = newest
+        _check_same_minutes(run, saved)
+    fixed = _fixed_by(run, saved)
+    steps, done = run.with_settings(*fixed).steps, checkpoint_step(checkpoint)
+    if steps is not None and steps < done:
+        raise ValueError(f"steps must be at least the {done} that are done; got {steps}. Start a new run for fewer.")
+    return fixed
+
+
+def _check_same_minutes(run: Run, saved: Run) -> None:
+    if saved.steps is not None and run.minutes != saved.minutes:
+        raise ValueError(
+            f"minutes become steps once, and this run's are fixed at {saved.steps}; "
+            f"got minutes={run.minutes:g}. Set steps= for another length, or start a new run with another output=."
+        )
+    if saved.steps is None and not run.follows_clock:
+        raise ValueError(
+            f"schedule.kind must be wsd to resume a run that follows the clock; got {run.schedule.kind}. Set steps= "
+            "for another schedule, or start a new run with another output=."
+        )
+
+
+def _check_same_run(run: Run, earlier: Run, what: str) -> None:
+    """Raise ValueError if ``run`` cannot continue or replace ``earlier``, which ``what`` names in the message."""
+    given = fixed_settings(run)
+    for name, value in fixed_settings(earlier).items():
+        if value != given.get(name):
+            raise ValueError(
+                f"{name} must be what {what}, {value!r}; got {given.get(name)!r}. Leave it as it was, or start a new "
+                "run with another output=."
+            )
+
+
+def fixed_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that all sessions of a run have in common."""
+    return {name: value for name, value in flatten(run.to_dict()).items() if has_role(name, Role.FIXED)}
+
+
+def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> None:
+    check_float8(run.precision, device)
     if run.capture:
-        check_capture(process.device, ranks.world)
+        check_capture(device, ranks.world)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)
@@ -138,16 +330,23 @@ def _set_up(run: Run, process: Process) -> None:
         console.print(
             f"{ranks.world} ranks: {sizes.replicate} replicas × {sizes.shard} shards × {sizes.context} parts of a row"
         )
-    for path in reported_hangs(_stacks(run)):
+    for path in reported_hangs(run.folder / STACKS):
         console.print(f"an earlier session hung; the stack of one of its ranks is in {path}")
 
 
+def _check_same_texts(run: Run, checkpoint: Path | None, data: RunData, console: Console) -> None:
+    if checkpoint is not None and not check_same_data(run.folder, checkpoint, data.record.digest):
+        console.print(
+            f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
+            f"{run.folder / SESSIONS} has their digest"
+        )
+
+
 def _fit(
-    start: Beginning, model: LanguageModel, data: RunData, batches: Prefetcher, stop: StopSignal, process: Process,
-    clock: RunClock,
+    run: Run, checkpoint: Path | None, model: LanguageModel, data: RunData, batches: Prefetcher, stop: StopSignal,
+    ranks: Ranks, console: Console, clock: RunClock,
 ) -> tuple[Run, TrainerState]:  # fmt: skip
     """Restore the state of the run and train. Return the run with its number of steps, and where it stands."""
-    run, checkpoint, ranks, console = start.run, start.checkpoint, process.ranks, process.console
     optimizer = build_optimizer(model, run.optimizer)
     carried = carried_state(run, model, ranks)
     with ExitStack() as stack:
@@ -164,18 +363,23 @@ def _fit(
         went_on = None if position == TrainerState() and checkpoint is None else position.step
         clock.begin -= position.elapsed
         if went_on is not None:
-            _print_position(run, went_on, "the memory of the nodes" if recovered else str(checkpoint), console)
+            source = "the memory of the nodes" if recovered else checkpoint
+            done = ": the run is complete, and only its final loss, sample and report are made anew"
+            console.print(f"continuing after step {went_on}, from {source}{done * (went_on == run.steps)}")
+            if run.profile is not None and run.profile[1] <= went_on:
+                console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
         metrics = stack.enter_context(ranks.run_or_abort_all(lambda: _records(run, model, data, went_on, ranks)))
-        display = stack.enter_context(TrainingProgress(console, position.step, run.steps))
-        # The checkpointer waits for the disk when it exits, also after an error; the watchdog covers this wait.
-        watchdog = stack.enter_context(_watchdog(run, ranks))
-        beat = (lambda: None) if watchdog is None else watchdog.beat
-        saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record, carried))
+        display = stack.enter_context(training_bar(console, position.step, run.steps))
+        # No watchdog for one process, because a laptop may sleep during a run. It covers the wait for the disk, when
+        # the checkpointer exits, also after an error.
+        minutes = None if ranks.world == 1 else run.hang_minutes
+        watchdog = stack.enter_context(Watchdog(run.folder / STACKS, ranks.rank, minutes))
+        saver = stack.enter_context(Checkpointer(run, ranks, watchdog.beat, data.record, carried))
         if recovered is not None:  # a state that is in memory only would be lost with the next node
             saver.save(model, optimizer, position)
         trainer = Trainer(
             run, model, optimizer, carried, position, batches, data.held_out, ranks, clock, saver, display, metrics,
-            beat, copies,
+            watchdog.beat, copies,
         )  # fmt: skip
         trainer.fit(stop)
         if copies is not None:
@@ -185,26 +389,14 @@ def _fit(
 
 def _last_step(run: Run) -> int:
     """Return the last step in the metrics; 0 if there is none."""
-    path = run.folder / METRICS
-    return max((r["step"] for r in read_metrics(path) if r["kind"] == "train"), default=0) if path.exists() else 0
-
-
-def _print_position(run: Run, step: int, source: str, console: Console) -> None:
-    done = (
-        "" if step != run.steps else ": the run is complete, and only its final loss, sample and report are made anew"
-    )
-    console.print(f"continuing after step {step}, from {source}{done}")
-    if run.profile is not None and run.profile[1] <= step:
-        console.print(f"profile={run.profile[0]},{run.profile[1]} lies before that: no trace is written")
+    return max((r["step"] for r in read_metrics(run.folder / METRICS) if r["kind"] == "train"), default=0)
 
 
 def _records(
     run: Run, model: LanguageModel, data: RunData, step: int | None, ranks: Ranks
 ) -> MetricsWriter | nullcontext[None]:
-    """Write recipe, tokenizer, config and a line about this session, which resumes after ``step`` (None: starts).
-
-    Return the writer of the metrics. Ranks other than the first write nothing.
-    """
+    """Write recipe, tokenizer, config and a line about this session, which resumes after ``step`` (None: starts), and
+    return the writer of the metrics. Ranks other than the first write nothing."""
     if not ranks.is_main:
         return nullcontext()
     write_recipe(run)
@@ -221,14 +413,3 @@ def _records(
     with whole_file(run.folder / CONFIG) as temporary:
         run.model.save(temporary)
     return MetricsWriter(run.folder, step, run.wandb, run.to_dict())
-
-
-def _watchdog(run: Run, ranks: Ranks) -> Watchdog | nullcontext[None]:
-    """Return the watchdog; no watchdog for one process, because a laptop may sleep during a run."""
-    if ranks.world == 1 or run.hang_minutes is None:
-        return nullcontext()
-    return Watchdog(_stacks(run), ranks.rank, run.hang_minutes)
-
-
-def _stacks(run: Run) -> Path:
-    return run.folder / "stacks"

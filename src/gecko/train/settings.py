@@ -44,8 +44,15 @@ ASIDE = Role.FREE | Role.NEUTRAL
 """Where, for how long and with which output a run is trained."""
 
 
+class Group:
+    """Group of settings. Its name in overrides and messages is that of its class, as "data" of ``DataSettings``."""
+
+    def __post_init__(self) -> None:
+        check(self, f"{type(self).__name__.removesuffix('Settings').lower()}.")
+
+
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(Group):
     source: str = "stdlib"
     """A folder of token shards (``gecko tokenize``), or texts: ``stdlib``, a file, a folder, a glob, a data set.
     ``gecko.data.load_documents`` reads texts; they are tokenized and held in memory."""
@@ -72,7 +79,7 @@ class DataSettings:
     not shuffled."""
 
     def __post_init__(self) -> None:
-        check(self, "data.")
+        super().__post_init__()
         if self.format == "chat" and self.carry_state:
             raise ValueError(
                 "data.carry_state=true reads documents over several rows, and with data.format=chat a row holds whole "
@@ -85,7 +92,7 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
+class OptimizerSettings(Group):
     name: Annotated[Literal["adamw", "muon"], Role.FIXED | Role.FREE] = "adamw"
     """``muon``: Muon for the matrices of blocks, at the rate and weight decay of AdamW, which updates the rest."""
     learning_rate: Annotated[Positive, Role.FREE] = 3e-3
@@ -106,7 +113,7 @@ class OptimizerSettings:
     """Maximum gradient norm; larger gradients are scaled down to it."""
 
     def __post_init__(self) -> None:
-        check(self, "optimizer.")
+        super().__post_init__()
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two decays in [0, 1), as 0.9,0.95; got {self.betas}.")
         if not self.clip > 0:
@@ -114,7 +121,7 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class ScheduleSettings:
+class ScheduleSettings(Group):
     """Learning-rate schedule, and growth of the batches. Lengths are fractions of all steps if they are not counts.
 
     Batches grow by doubling their rows, or the length of these, at equal distances. So there are few shapes, and every
@@ -177,7 +184,7 @@ class ScheduleSettings:
         return max(rows, length)
 
     def __post_init__(self) -> None:
-        check(self, "schedule.")
+        super().__post_init__()
         if self.kind == "wsd" and self.warmup + self.decay > 1:
             raise ValueError(
                 f"schedule.warmup and schedule.decay are parts of one run, so their sum must be at most 1; "
@@ -186,7 +193,7 @@ class ScheduleSettings:
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
+class EvaluationSettings(Group):
     every: Annotated[Count, Role.NEUTRAL] = 100
     """Steps between two evaluations of the held-out loss."""
     rows: Count = 64
@@ -194,12 +201,9 @@ class EvaluationSettings:
     final_rows: Count = 1024
     """Maximum number of held-out rows for the loss of the finished model."""
 
-    def __post_init__(self) -> None:
-        check(self, "evaluation.")
-
 
 @dataclass(frozen=True)
-class CheckpointSettings:
+class CheckpointSettings(Group):
     every: Count = 500
     """Steps between two checkpoints; one more is written at the end."""
     keep: Count = 2
@@ -212,12 +216,9 @@ class CheckpointSettings:
     memory_folder: str = "/dev/shm"
     """Folder of these copies on each node; it is in memory, and only the ranks of its node need to see it."""
 
-    def __post_init__(self) -> None:
-        check(self, "checkpoint.")
-
 
 @dataclass(frozen=True)
-class ParallelSettings:
+class ParallelSettings(Group):
     """Device mesh of the processes that ``torchrun`` starts; their number is ``replicate · shard · context``.
 
     A batch is divided into ``replicate · shard`` groups of rows, and each row into ``context`` parts.
@@ -231,12 +232,9 @@ class ParallelSettings:
     context: Count = 1
     """Ranks that hold consecutive parts of each row; a part consists of whole attention chunks."""
 
-    def __post_init__(self) -> None:
-        check(self, "parallel.")
-
 
 @dataclass(frozen=True)
-class SkipSettings:
+class SkipSettings(Group):
     """Rule that skips spikes, by the rolling mean and standard deviation of loss and gradient norm."""
 
     deviations: PositiveOrNone = 6.0
@@ -245,12 +243,9 @@ class SkipSettings:
     window: Count = 128
     """Number of previous steps in mean and deviation; no spike is skipped before half of them are done."""
 
-    def __post_init__(self) -> None:
-        check(self, "skip.")
-
 
 @dataclass(frozen=True)
-class SampleSettings:
+class SampleSettings(Group):
     """Text that the finished model generates at the end of a run."""
 
     prompt: str | None = None
@@ -259,9 +254,6 @@ class SampleSettings:
     """Maximum number of tokens generated after the prompt."""
     temperature: NotNegative = 0.7
     """Sampling temperature; 0 takes the most probable token each time."""
-
-    def __post_init__(self) -> None:
-        check(self, "sample.")
 
 
 def _doublings(first: int, last: int) -> int:
@@ -290,7 +282,6 @@ def current_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_override(override: str) -> str:
-    """Return ``key=value`` with the current field name."""
     key, separator, value = override.partition("=")
     return OLD_NAMES.get(key, key) + separator + value
 
@@ -307,16 +298,12 @@ def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collecti
             hint = f" To train on it: data.source={override}" if Path(override).exists() else ""
             raise ValueError(f"an override must read key=value, for example steps=100; got {override!r}.{hint}")
         if key not in known:
-            raise ValueError(f"{_unknown_setting(key, known)} gecko train RECIPE --show lists all.")
+            problem = unknown_name("override", key, known)
+            if (meant := ELSEWHERE.get(key.lower())) in known:
+                problem = f"override must be a setting of the recipe; got {key!r}. Did you mean {meant!r}?"
+            raise ValueError(f"{problem} gecko train RECIPE --show lists all.")
         *path, name = key.split(".")
         reduce(getitem, path, values)[name] = value
-
-
-def _unknown_setting(key: str, known: Collection[str]) -> str:
-    meant = ELSEWHERE.get(key.lower())
-    if meant in known:
-        return f"override must be a setting of the recipe; got {key!r}. Did you mean {meant!r}?"
-    return unknown_name("override", key, known)
 
 
 ELSEWHERE = {

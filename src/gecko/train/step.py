@@ -1,7 +1,7 @@
 """One optimizer step: gradient accumulation, carried states, clipping, spike detection and the learning-rate schedule.
 
-The device decides whether a step changes the model. The host reads loss, gradient norm and decision later, so it never
-waits for the device between a batch and the optimizer.
+The device decides whether a step changes the model. The host reads the numbers later, and never waits for the device
+between a batch and the optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from gecko.data import IGNORED, Batch
 from gecko.models import LanguageModel
 from gecko.models.gecko import Gecko
-from gecko.parallel.context import SharedRows
+from gecko.parallel.context import ContextGroup
 from gecko.parallel.mesh import ALONE, Ranks
 from gecko.parallel.sharding import sum_over_replicas, whole
 from gecko.runtime.tensors import HostCopy, to_device
@@ -75,9 +75,8 @@ class SpikeRule:
     """Rule that skips steps: those that are not finite, and spikes, whose loss or gradient norm is far above the mean
     of the last steps.
 
-    Spikes enter the mean like other steps. If the loss stays higher, later steps are soon no longer spikes. The
-    decision is made on ``device``, with its own copy of the last values. After a skipped step all steps are held until
-    ``release``.
+    Spikes enter the mean: if the loss stays higher, later steps are soon no longer spikes. The decision is made on
+    ``device``, with its own copy of the last values. After a skipped step all steps are held until ``release``.
     """
 
     def __init__(
@@ -85,8 +84,7 @@ class SpikeRule:
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.settings = settings
-        self.losses = deque(losses, maxlen=settings.window)
-        self.grad_norms = deque(grad_norms, maxlen=settings.window)
+        self.losses, self.grad_norms = (deque(values, maxlen=settings.window) for values in (losses, grad_norms))
         known = torch.full((2, settings.window), math.nan, dtype=torch.float64, device="cpu")
         for row, values in zip(known, (self.losses, self.grad_norms), strict=True):
             row[settings.window - len(values) :] = torch.tensor(list(values), dtype=torch.float64, device="cpu")
@@ -120,30 +118,26 @@ class SpikeRule:
         self.grad_norms.append(result.grad_norm)
         return found
 
-    def _verdict(self, values: Tensor) -> Tensor:
-        """Return the verdict on a step with loss and gradient norm (2,) if none is held."""
-        loss, norm = self._spikes(values)
-        spike = torch.where(loss, Verdict.LOSS_SPIKE, torch.where(norm, Verdict.NORM_SPIKE, Verdict.TAKEN))
-        return torch.where(values.isfinite().all(), spike, Verdict.NOT_FINITE)
-
-    def _spikes(self, values: Tensor) -> Tensor:
-        """Return whether each of the values is a spike, (2,) bool."""
-        limit, known = self.settings.deviations, ~self._known.isnan()
-        if limit is None:
-            return torch.zeros_like(values, dtype=torch.bool)
-        count, last = known.sum(1), self._known[:, -1]
-        # Distances from the last value: that of equal values is exactly 0, and so is their deviation.
-        apart = torch.where(known, self._known - last[:, None], 0.0)
-        mean = apart.sum(1) / count
-        deviation = (torch.where(known, apart - mean[:, None], 0.0).square().sum(1) / (count - 1)).sqrt()
-        return (count >= max(2, self.settings.window // 2)) & (values - last - mean > limit * deviation)
-
     def _explain(self, name: str, value: float, before: deque[float]) -> str:
         mean, deviation = statistics.fmean(before), statistics.stdev(before)
         return (
             f"the {name} {value:.4g} is more than {self.settings.deviations:g} standard deviations of {deviation:.3g} "
             f"above the mean {mean:.4g} of the last {len(before)} steps"
         )
+
+    def _verdict(self, values: Tensor) -> Tensor:
+        """Return the verdict on a step with loss and gradient norm (2,) if none is held."""
+        limit, known = self.settings.deviations, ~self._known.isnan()
+        if limit is None:
+            return torch.where(values.isfinite().all(), Verdict.TAKEN, Verdict.NOT_FINITE)
+        count, last = known.sum(1), self._known[:, -1]
+        # Distances from the last value: that of equal values is exactly 0, and so is their deviation.
+        apart = torch.where(known, self._known - last[:, None], 0.0)
+        mean = apart.sum(1) / count
+        deviation = (torch.where(known, apart - mean[:, None], 0.0).square().sum(1) / (count - 1)).sqrt()
+        loss, norm = (count >= max(2, self.settings.window // 2)) & (values - last - mean > limit * deviation)
+        spike = torch.where(loss, Verdict.LOSS_SPIKE, torch.where(norm, Verdict.NORM_SPIKE, Verdict.TAKEN))
+        return torch.where(values.isfinite().all(), spike, Verdict.NOT_FINITE)
 
 
 NO_TARGETS = f"a batch must have at least one target; all are {IGNORED}. Try a larger sequence_length."
@@ -162,7 +156,7 @@ class BatchPart:
     weight: Tensor
     """() float64 on the device: the fraction of the batch's targets in these rows. The sum over all parts and data
     ranks is 1; NaN if the batch has no targets."""
-    context: SharedRows | None = None
+    context: ContextGroup | None = None
     """The ranks that share the rows; None if this rank has whole rows."""
 
 
@@ -188,8 +182,8 @@ class StartedStep:
 
 
 def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = ALONE) -> list[BatchPart]:
-    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns. Raise
-    ValueError if the rows of a single rank have no targets. Several ranks learn this on the device only."""
+    """Split ``batch``, which holds this rank's rows in full, into ``parts`` equal parts with this rank's columns.
+    ValueError if the rows of a single rank have no targets; several ranks learn this on the device only."""
     here = ranks.columns(batch.tokens.shape[1])
     tokens, targets = (to_device(x[:, here], device).chunk(parts) for x in (batch.tokens, batch.targets))
     # NumPy counts on the host.
@@ -199,7 +193,7 @@ def split_batch(batch: Batch, parts: int, device: torch.device, ranks: Ranks = A
     on_device = to_device(torch.from_numpy(counts), device)
     weights = on_device / (ranks.sum_on_device(on_device.sum()) / ranks.sizes.context)
     rows = batch.segment_ids.chunk(parts)
-    contexts = [None if ranks.context is None else SharedRows(ranks.context, ids) for ids in rows]
+    contexts = [None if ranks.context is None else ranks.context.of_rows(ids) for ids in rows]
     columns = tokens, targets, (ids[:, here] for ids in rows), weights.unbind(), contexts
     return [BatchPart(*given) for given in zip(*columns, strict=True)]
 
@@ -211,9 +205,9 @@ _PREFIX = "lanes/"
 class CarriedState:
     """State that is carried from each step to the next: truncated backpropagation through time.
 
-    Lane i is row i of every batch. Its rows are consecutive in a text (``LaneRows``), so the state after a row
-    is the state before the lane's next row; gradients end at the row's start. A rank holds the states of the lanes
-    whose rows it reads, for each accumulated part of a step. Ranks that share rows hold the same states.
+    Lane i is row i of every batch. Its rows are consecutive in a text (``LaneRows``), so the state after a row is that
+    before the lane's next row; gradients end at the row's start. A rank holds the states of the lanes whose rows it
+    reads, for each accumulated part of a step. Ranks that share rows hold the same states.
 
     A skipped step empties them: what made the step bad may be in them. All tensors keep the dtypes of the empty state,
     so that a resumed run continues with the same numbers.
@@ -230,12 +224,9 @@ class CarriedState:
         self._after: dict[int, GeckoState] = {}
 
     def loss(
-        self, part: int, tokens: Tensor, targets: Tensor, segment_ids: Tensor, context: SharedRows | None = None
+        self, part: int, tokens: Tensor, targets: Tensor, segment_ids: Tensor, context: ContextGroup | None = None
     ) -> Tensor:
-        """Return the mean loss of the rows of a part, read after the states of its lanes; keep the states after it.
-
-        ``segment_ids`` are on the CPU; ``context`` are the ranks that share the rows.
-        """
+        """Return the mean loss of the rows of a part, read after the states of its lanes; keep the states after it."""
         before = self.before[part]
         loss, state = self._model.loss_and_state(tokens, targets, segment_ids, before, context)
         state = state.map(torch.Tensor.detach)
@@ -256,7 +247,13 @@ class CarriedState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the states of all lanes by name, (lanes of the batch, ...); sharded if there are several ranks."""
-        return {_PREFIX + name: self._shared(x) for name, x in GeckoState.stack(self.before).tensors().items()}
+        mesh, found = self._ranks.mesh, GeckoState.stack(self.before).tensors()
+        if mesh is not None:
+            # The clock is on the CPU, where a mesh of GPUs has no tensors.
+            places = [Shard(0), Shard(0), Replicate()]
+            kind = mesh.device_type
+            found = {name: DTensor.from_local(x.to(kind), mesh, places, run_check=False) for name, x in found.items()}
+        return {_PREFIX + name: x for name, x in found.items()}
 
     def restore(self, read: Callable[[dict[str, Tensor]], None]) -> None:
         """Replace the states by those of a checkpoint, which ``read`` copies into tensors like ``tensors``."""
@@ -270,14 +267,6 @@ class CarriedState:
     def _divided(self, state: GeckoState) -> list[GeckoState]:
         return [state.rows(lanes.tolist()) for lanes in torch.arange(self._lanes, device="cpu").chunk(self._parts)]
 
-    def _shared(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of all lanes."""
-        mesh = self._ranks.mesh
-        if mesh is None:
-            return x
-        # The clock is on the CPU, where a mesh of GPUs has no tensors.
-        return DTensor.from_local(x.to(mesh.device_type), mesh, [Shard(0), Shard(0), Replicate()], run_check=False)
-
 
 def carried_state(run: Run, model: LanguageModel, ranks: Ranks) -> CarriedState | None:
     """Return the state that the run carries, or None if it carries none."""
@@ -289,17 +278,11 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def compute_gradients(
-    model: LanguageModel,
-    parts: Sequence[BatchPart],
-    precision: Precision,
-    ranks: Ranks = ALONE,
+    model: LanguageModel, parts: Sequence[BatchPart], precision: Precision, ranks: Ranks = ALONE,
     carried: CarriedState | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Add the gradients of the mean loss over all ranks' parts to the parameters' ``grad``, and return that loss,
-    () float64 on the device.
-
-    With ``carried`` the rows of the parts follow its states.
-    """
+    () float64 on the device. With ``carried`` the rows of the parts follow its states."""
     total = torch.zeros((), dtype=torch.float64, device=parts[0].tokens.device)
     for number, part in enumerate(parts):
         sum_over_replicas(model, part is parts[-1])

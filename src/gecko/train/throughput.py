@@ -6,13 +6,13 @@ by activation checkpointing does not count as work, so it lowers the MFU.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import re
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def select_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether bf16 products are faster than float32 on ``device``: whether it has instructions for them, and on
-    a CPU whether the C kernels, if there are any, were built with them."""
+    """Return whether bf16 products are faster than float32: whether the device has instructions for them, and on a CPU
+    whether the C kernels, if there are any, were built with them."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     in_hardware = has_bfloat16_products() or has_bfloat16_tiles()
@@ -95,10 +95,17 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     2 for the linear one. In a Llama, Z and V are the model's width, and a query attends to half of its row. Norms,
     CEMA and element-wise operations are not counted.
     """
-    return _FORWARD_AND_BACKWARD * 2 * (sum(linear_products(config)) + _mixing_products(config, length))
+    if isinstance(config, LlamaConfig):
+        mixing = config.num_layers * 2 * config.model_dim * length / 2
+    else:
+        keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
+        maps = {"adaptive": 3, "orthogonal": 3, "linear": 2, "none": 0}[config.memory]
+        memory = maps * config.key_dim * config.value_head_dim
+        mixing = config.num_layers * ((config.key_dim + config.value_dim) * keys + memory)
+    return _FORWARD_AND_BACKWARD * 2 * (sum(linear_products(config)) + mixing)
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def linear_products(config: ModelConfig) -> tuple[int, int]:
     """Return the multiply-adds per token of the linear layers in all blocks, and of the head."""
     model = meta_model(replace(config, num_layers=1))  # all blocks have the same shapes
@@ -107,17 +114,6 @@ def linear_products(config: ModelConfig) -> tuple[int, int]:
         for part in (model.blocks, model)
     )
     return config.num_layers * block, whole - block
-
-
-def _mixing_products(config: ModelConfig, length: int) -> float:
-    """Return the multiply-adds per token of attention and working memory."""
-    if isinstance(config, LlamaConfig):
-        return config.num_layers * 2 * config.model_dim * length / 2
-    keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
-    attention = config.num_layers * (config.key_dim + config.value_dim) * keys
-    maps = {"adaptive": 3, "orthogonal": 3, "linear": 2, "none": 0}[config.memory]
-    memory = config.num_layers * maps * config.key_dim * config.value_head_dim
-    return attention + memory
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -140,32 +136,26 @@ _MEASURED = {"cuda": (8192, 4), "cpu": (768, 1)}
 """Size of the matrices and number of products of a measurement. On a GPU launching them takes little of its time."""
 
 
-@functools.cache
+@cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Return the best FLOP/s of a few measurements. They take some hundredths of a second, on a slow GPU seconds."""
     size, products = _MEASURED["cuda" if device.type == "cuda" else "cpu"]
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for _ in range(4):
-        _wait(device)
+        wait()
         begin = time.perf_counter()
         for _ in range(products):
             matrix @ matrix
-        _wait(device)
+        wait()
         seconds.append(time.perf_counter() - begin)
     return products * 2 * size**3 / min(seconds)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class ProfileWindow:
-    """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace.
-
-    A session that starts or ends within the window writes its part of the steps; the file name contains their range.
-    """
+    """Records the steps from ``window[0]`` to ``window[1]``, counted from 1, and writes them as a Chrome trace. A
+    session that starts or ends within the window writes its part; the file name contains the range."""
 
     def __init__(self, window: tuple[int, int] | None, folder: Path, rank: int) -> None:
         self._window, self._folder, self._rank = window, folder, rank

@@ -1,8 +1,8 @@
 """The training loop: steps, held-out losses and checkpoints until the last step or a request to stop.
 
 The host reads the numbers of a step after it started the next one, so the device always has work. If the step was
-skipped, the device has held the next one, which then changed nothing and is computed again. Losses and weights are
-those of a loop that waits for each step.
+skipped, the device has held the next one, which is then computed again: losses and weights are those of a loop that
+waits for each step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from gecko.runtime.tensors import memory_gib
 from gecko.state import GeckoState
 from gecko.train.budget import RunClock
 from gecko.train.capture import CapturedGradients
-from gecko.train.checkpoints.checkpointer import Checkpointer
-from gecko.train.checkpoints.content import TrainerState
-from gecko.train.checkpoints.folders import set_aside
-from gecko.train.checkpoints.node_copies import NodeCopies
+from gecko.train.checkpoints import Checkpointer, set_aside
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
 from gecko.train.health import StopSignal, find_nonfinite, skip_failure
 from gecko.train.metrics import Kind, MetricsWriter
 from gecko.train.run import Run
+from gecko.train.state import NodeCopies, TrainerState
 from gecko.train.step import (
     NO_TARGETS,
     BatchPart,
@@ -67,10 +65,8 @@ class _InFlight:
 
 @dataclass
 class Trainer:
-    """Training loop of a run. Every rank has one, and all call it together.
-
-    Without a number of steps, the first rank's ``clock`` says when the decay begins, which fixes the number.
-    """
+    """Training loop of a run; all ranks call it together. Without a number of steps, the first rank's ``clock`` says
+    when the decay begins, which fixes the number."""
 
     run: Run
     model: LanguageModel
@@ -82,7 +78,8 @@ class Trainer:
     ranks: Ranks
     clock: RunClock
     saver: Checkpointer
-    display: TrainingProgress
+    display: Progress
+    """Bar of one task; its console prints messages."""
     metrics: MetricsWriter | None
     """None on all ranks but the first."""
     beat: Callable[[], None]
@@ -94,8 +91,8 @@ class Trainer:
         run, position = self.run, self.position
         self.device = next(self.model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
-        common = self.model, self.optimizer, run.optimizer.clip, run.precision
         captured = CapturedGradients(self.model, run.precision) if run.capture else None
+        common = self.model, self.optimizer, run.optimizer.clip, run.precision
         self._optimizer_step = Step(*common, self._spikes, self.ranks, self.carried, captured)
         self._flags = DelayedSum(self.ranks)
         self._pending: _InFlight | None = None
@@ -154,19 +151,18 @@ class Trainer:
         return not stopped and (self.run.steps is None or done < self.run.steps)
 
     def _decay_after(self, done: int) -> None:
-        """Fix the number of steps. It is on disk before a rate depends on it, so that the run resumes exactly."""
+        """Fix the number of steps, on disk before a rate depends on it, so that the run resumes exactly."""
         decay = self.run.schedule.decay_after(done)
         late = self.run.profile is not None and self.run.profile[0] > done + decay
         fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}", *(["profile=none"] if late else [])]
         self.run = self.run.with_settings(*fixed)
         self.saver.use(self.run)
-        self.display.say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
+        self._say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
 
     def _due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self.run.steps
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate the model and save a checkpoint after the steps for which they are due."""
         step = self.position.step
         if self._due(self.run.evaluation.every, step):
             self._evaluate()
@@ -194,7 +190,7 @@ class Trainer:
             self._settle()
 
     def _start(self, number: int) -> _InFlight:
-        """Start a step, counted from 1. The host waits for nothing but the batch."""
+        """Start the step ``number``. The host waits for nothing but the batch."""
         begin = self.clock.now()
         rate = self.run.optimizer.learning_rate * learning_rate_factor(self.run.schedule, number - 1, self.run.steps)
         batch = self.batches.batch(number - 1)
@@ -267,33 +263,28 @@ class Trainer:
     def _advance(self, seconds: float, *, skipped: bool) -> None:
         old = self.position
         self.position = TrainerState(
-            step=old.step + 1,
-            seconds=old.seconds + seconds,
-            elapsed=self.clock.elapsed,
-            skipped=old.skipped + skipped,
+            step=old.step + 1, seconds=old.seconds + seconds, elapsed=self.clock.elapsed, skipped=old.skipped + skipped,
             consecutive_skips=old.consecutive_skips + 1 if skipped else 0,
-            recent_losses=tuple(self._spikes.losses),
-            recent_grad_norms=tuple(self._spikes.grad_norms),
-        )
+            recent_losses=tuple(self._spikes.losses), recent_grad_norms=tuple(self._spikes.grad_norms),
+        )  # fmt: skip
 
     def _report(self, result: StepResult, pending: _InFlight, cause: str | None) -> None:
         step = self.position.step
         speed = (self.run.tokens_before(step) - self.run.tokens_before(step - 1)) / pending.seconds
         values = {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": pending.rate,
-            "tokens_per_second": speed,
-            "mfu": speed * self._mfu_per_speed,
-            "memory_gib": memory_gib(self.device),
-            "data_seconds": pending.waited,
-            "seconds": self.position.seconds,
-            "skips": self.position.skipped,
-        }
+            "loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": pending.rate,
+            "tokens_per_second": speed, "mfu": speed * self._mfu_per_speed, "memory_gib": memory_gib(self.device),
+            "data_seconds": pending.waited, "seconds": self.position.seconds, "skips": self.position.skipped,
+        }  # fmt: skip
         self._write("train", values if cause is None else {**values, "skipped": cause})
-        self.display.update(step, self.run.steps, result.loss, speed)
+        (task,) = self.display.task_ids
+        loss, tokens = f"{result.loss:.4f}", f"{speed:,.0f}"
+        self.display.update(task, completed=step, total=self.run.steps, loss=loss, speed=tokens)
         if cause is not None:
-            self.display.say(f"step {step} skipped: {cause}")
+            self._say(f"step {step} skipped: {cause}")
+
+    def _say(self, message: str) -> None:
+        self.display.console.print(message)
 
     def _write(self, kind: Kind, values: Mapping[str, Any]) -> None:
         if self.metrics is not None:
@@ -309,7 +300,7 @@ class Trainer:
         self._write("validation", dataclasses.asdict(result))
         end = "" if self.run.steps is None else f" of {self.run.steps}"
         loss = f"held-out loss {result.loss:.4f} nats per token{result.note}"
-        self.display.say(f"step {self.position.step}{end}: {loss}")
+        self._say(f"step {self.position.step}{end}: {loss}")
 
     def _save(self) -> None:
         self.beat()
@@ -320,34 +311,12 @@ class Trainer:
         self._saved, self._overdue, self._unproven = self.position.step, False, True
 
 
-class TrainingProgress:
-    """Context that shows a progress bar: steps, loss (nats per token), tokens/s, elapsed and remaining time."""
-
-    def __init__(self, console: Console, step: int, steps: int | None) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            console=console,
-        )
-        self._task = self._progress.add_task("training", total=steps, completed=step, loss="-", speed="-")
-
-    def update(self, step: int, steps: int | None, loss: float, tokens_per_second: float) -> None:
-        speed = f"{tokens_per_second:,.0f}"
-        self._progress.update(self._task, completed=step, total=steps, loss=f"{loss:.4f}", speed=speed)
-
-    def say(self, message: str) -> None:
-        self._console.print(message)
-
-    def __enter__(self) -> TrainingProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+def training_bar(console: Console, step: int, steps: int | None) -> Progress:
+    """Return a bar with one task: steps, loss (nats per token), tokens/s, elapsed and remaining time."""
+    bar = Progress(
+        TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False), console=console,
+    )  # fmt: skip
+    bar.add_task("training", total=steps, completed=step, loss="-", speed="-")
+    return bar

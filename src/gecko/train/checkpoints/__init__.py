@@ -1,1 +1,0 @@
-"""Checkpoints of a run: their folders, their content, the adapters that they may hold, and averages of several."""
