@@ -201,7 +201,7 @@ class ChatRows:
 
     def row(self, index: int) -> Row:
         epoch, place = divmod(index, self.rows_per_epoch)
-        return self.packed_row(Shuffle.of(self.rows_per_epoch, self._seed, SPLIT_STREAM + 1 + epoch)[place])
+        return self.packed_row(Shuffle(self.rows_per_epoch, self._seed, SPLIT_STREAM + 1 + epoch)[place])
 
     def packed_row(self, index: int) -> Row:
         """Return a row by its place in the packing."""

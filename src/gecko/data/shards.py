@@ -302,7 +302,7 @@ class SplitShards:
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens of the held-out documents in random order, in memory."""
         before = np.cumsum([0, *(run.end - run.begin for run in self.held_out)])
-        order = Shuffle.of(self.held_out_documents, self.seed, HELD_OUT_ORDER)
+        order = Shuffle(self.held_out_documents, self.seed, HELD_OUT_ORDER)
         documents: list[NDArray[np.unsignedinteger]] = []
         count = 0
         for index in range(self.held_out_documents):
@@ -341,7 +341,7 @@ class ShardedRows:
 
     def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
-        place = Shuffle.of(self.rows_per_epoch, self._seed, FIRST_EPOCH + epoch)[row]
+        place = Shuffle(self.rows_per_epoch, self._seed, FIRST_EPOCH + epoch)[row]
         return numbered_from_zero(self.ordered_row(epoch, place))
 
     def ordered_row(self, epoch: int, place: int) -> Row:
