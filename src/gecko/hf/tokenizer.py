@@ -5,8 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from gecko.data.byte_files import byte_definition, byte_settings
-from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, byte_definition, byte_settings
 from gecko.data.tokenizers import Tokenizer as ModelTokenizer
 
 
