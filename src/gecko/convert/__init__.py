@@ -12,8 +12,7 @@ import torch
 
 from gecko.convert.gguf_file import SMOLLM2, read_gguf, read_smollm2
 from gecko.convert.llama import LlamaSource, in_gecko, read_folder, write_card
-from gecko.convert.release import from_reference, to_reference
-from gecko.convert.release_files import read_release
+from gecko.convert.release import from_reference, read_release, to_reference
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
 from gecko.io.files import read_object, whole_folder
 from gecko.io.model_folder import CONFIG

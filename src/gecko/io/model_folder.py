@@ -110,11 +110,7 @@ def write_folder(
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     with whole_file(folder / CONFIG) as temporary:
         config.save(temporary)
-    _remove_others(folder, files)
-
-
-def _remove_others(folder: Path, files: Collection[str]) -> None:
-    """Remove the weights files that an earlier save wrote and this one did not replace."""
+    # Files that an earlier save wrote, and this one did not replace, go.
     for path in weight_files(folder):
         if path.name not in files:
             path.unlink()
