@@ -31,18 +31,22 @@ def encode_stream(
 ) -> Iterator[Tensor]:
     """Encode a text given in pieces of bytes. Yield 1-D int64 tensors that join to the ids of the whole text.
 
-    The bytes tokenizer accepts any bytes; the others accept UTF-8 only.
-
-    Args:
-        where: name of the text in errors.
-        block: number of characters that are encoded at once.
-
-    Raises:
-        ValueError: the content is not UTF-8; the message gives the offset of the byte.
+    The bytes tokenizer accepts any bytes; the others raise ValueError if the content is not UTF-8, with the name
+    ``where`` of the text and the offset of the byte. ``block`` is the number of characters that are encoded at once.
     """
     if isinstance(tokenizer, ByteTokenizer):
-        return (torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64)) for piece in content)
-    return _encode_text(tokenizer, _decode(content, where), block)
+        for piece in content:
+            yield torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64))
+        return
+    before, pending = "", ""
+    for text in _decode(content, where):
+        pending += text
+        while len(pending) >= block + CONTEXT:
+            cut = _find_border(tokenizer, before, pending, block)
+            yield _encode_after(tokenizer, before, pending[:cut])
+            before, pending = (before + pending[:cut])[-CONTEXT:], pending[cut:]
+    if pending:
+        yield _encode_after(tokenizer, before, pending)
 
 
 def document_stream(
@@ -94,18 +98,6 @@ def _binary(where: str, found: str, offset: int) -> ValueError:
         f"{where} must be UTF-8 text for this tokenizer; got {found} at byte offset {offset}. "
         "Convert it to UTF-8; only models of bytes read any file."
     )
-
-
-def _encode_text(tokenizer: Tokenizer, texts: Iterable[str], block: int) -> Iterator[Tensor]:
-    before, pending = "", ""
-    for text in texts:
-        pending += text
-        while len(pending) >= block + CONTEXT:
-            cut = _find_border(tokenizer, before, pending, block)
-            yield _encode_after(tokenizer, before, pending[:cut])
-            before, pending = (before + pending[:cut])[-CONTEXT:], pending[cut:]
-    if pending:
-        yield _encode_after(tokenizer, before, pending)
 
 
 def _find_border(tokenizer: Tokenizer, before: str, text: str, block: int) -> int:

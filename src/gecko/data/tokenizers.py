@@ -23,7 +23,8 @@ RECIPE = "recipe.json"
 """File with the settings of the run that made a model."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """File names of a tokenizer; if a folder has both, ``load_tokenizer`` reads the first."""
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TEMPLATE = "chat_template.jinja"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
 """File names of optional settings beside a tokenizer."""
 START_TOKENS = ("<s>", "<bos>", "<|begin_of_text|>")
 END_TOKENS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
@@ -245,7 +246,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         path = _fetch(hub, spec, TOKENIZERS[0])
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{choices}; got {spec!r}, which could not be fetched: {error}") from error
-    for file in ("chat_template.jinja", "tokenizer_config.json"):  # the hub's library stores them beside it
+    for file in (TEMPLATE, SETTINGS[0]):  # the hub's library stores them beside it
         with suppress(require("huggingface_hub.errors", "tokenizers").EntryNotFoundError):
             _fetch(hub, spec, file)
     return HuggingFaceTokenizer(path, spec)

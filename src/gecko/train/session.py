@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gecko.data.chat_templates import TEMPLATE
-from gecko.data.tokenizers import copy_tokenizer
+from gecko.data.tokenizers import TEMPLATE, copy_tokenizer
 from gecko.io.checkpoints import checkpoint_path, checkpoint_step
 from gecko.io.files import whole_file, write_text
 from gecko.io.model_folder import CONFIG

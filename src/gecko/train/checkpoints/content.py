@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
-from gecko.data.chat_templates import TEMPLATE
-from gecko.data.tokenizers import ByteTokenizer, copy_tokenizer, holds_tokenizer, write_byte_tokenizer
+from gecko.data.tokenizers import TEMPLATE, ByteTokenizer, copy_tokenizer, holds_tokenizer, write_byte_tokenizer
 from gecko.io.checkpoints import SHARDS, checkpoint_step, read_manifest
 from gecko.io.files import parse_object, whole_file
 from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
