@@ -111,9 +111,8 @@ class _CheckedFolder(FileSystemReader):
 def read_distributed(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a distributed checkpoint by name. What no file fills is NaN or −1.
 
-    Raises:
-        FileNotFoundError: there is no index.
-        ValueError: the index or the files hold something else, or the index names what the files cannot hold.
+    Raise FileNotFoundError if there is no index, ValueError if the index or the files hold something else, or the index
+    names what the files cannot hold.
     """
     path = folder / ".metadata"
     if not path.is_file():

@@ -240,10 +240,8 @@ def in_gecko(source: LlamaSource, chunk_size: int, sinks: int) -> tuple[GeckoCon
     """Return config and weights of a Gecko that computes what ``source`` computes, up to two chunks of a document.
 
     Weights keep their numbers, and their dtype except float16; those of Qwen3's norms of queries and keys become
-    offsets from 1.
-
-    Raises:
-        ValueError: a field has a value that a Gecko block cannot compute, or a tied model holds two embeddings.
+    offsets from 1. Raise ValueError if a field has a value that a Gecko block cannot compute, or a tied model holds two
+    embeddings.
     """
     config = source.config.in_gecko(chunk_size, sinks)
     heads = {"query": config.num_heads, "key": source.config.key_value_heads}

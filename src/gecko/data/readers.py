@@ -141,17 +141,9 @@ _CHATS = "Chats are learned by gecko finetune MODEL CHATS, or in training with d
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
-    """Return an iterator over the documents of one file: the whole of a text file, or one document per record.
-
-    Args:
-        path: ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` and ``.parquet`` hold records, any other suffix
-            means text; ``.gz`` and ``.zst`` may follow any suffix but that of Parquet.
-        field: field, or column, of the records that holds the text.
-
-    Raises:
-        ValueError: in this call, the suffix is of a format that cannot be read; while iterating, the content does not
-            have the format of the suffix. The message names the file and the place in it.
-    """
+    """Return an iterator over the documents of one file: the whole of a text file, or the text in the ``field``, or
+    column, of each record; see ``format_of``. Raise ValueError if the format cannot be read, while iterating if the
+    content is of another format; the message names the file and the place in it."""
     check_regular(path)
     readers: dict[Format, Callable[[Path, str], Iterator[str]]] = {
         "text": _read_text, "json lines": _read_json_lines, "json": _read_json, "parquet": _read_parquet,

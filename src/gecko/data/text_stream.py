@@ -137,10 +137,7 @@ class StreamDecoder:
     """Decodes ids to text piece by piece; the pieces join to ``tokenizer.decode`` of all ids.
 
     Text is held back while it ends in an incomplete UTF-8 character. The cost per id does not depend on the length of
-    the stream.
-
-    Args:
-        goes_on: whether the ids follow other text; the first word then keeps the space of SentencePiece.
+    the stream. ``goes_on``: the ids follow other text, so the first word keeps the space of SentencePiece.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, goes_on: bool = False) -> None:

@@ -205,9 +205,8 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
 def run_task(folder: Path, number: int) -> ShardRecord:
     """Write the shard of one task of the plan in ``folder``, unless it is complete.
 
-    Raises:
-        ValueError: the corpus cannot be read, or the corpus or the tokenizer has changed.
-        OSError: writing failed; the shard has no record, so a later call writes it again.
+    Raise ValueError if the corpus cannot be read, or the corpus or the tokenizer has changed, OSError if writing
+    failed: the shard has no record then, so a later call writes it again.
     """
     plan = TokenizingPlan.load(folder)
     task = plan.tasks[number]

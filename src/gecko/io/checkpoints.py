@@ -60,9 +60,8 @@ def read_manifest(path: Path) -> Entries:
         raise FileNotFoundError(f"{manifest} must be there; {path} is no finished checkpoint. {_REMEDY}")
 
     def parse(content: Record) -> Entries:
-        files = content["files"].items()
-        entries = {inner_name(name): entry for name, entry in files}
-        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in entries.items()}
+        entries = content["files"].items()
+        return {inner_name(name): {"bytes": int(x["bytes"]), "sha256": str(x["sha256"])} for name, x in entries}
 
     return parse_object(manifest, "the checkpoint's files with size and sha256", parse)
 
@@ -107,11 +106,9 @@ def skipped(path: Path, fault: str) -> str:
 def model_folder(folder: str | Path) -> Path:
     """Return the folder of a model's files: for a training run its newest undamaged checkpoint, else ``folder`` itself.
 
-    The name of a shipped model stands for its folder, if no model or run here has this name.
-
-    Raises:
-        FileNotFoundError: a run has no checkpoint yet, or several ranks wrote the checkpoint in parts.
-        ValueError: all checkpoints of a run are damaged, or it also holds the files of another model.
+    The name of a shipped model stands for its folder, if no model or run here has this name. Raise FileNotFoundError if
+    a run has no checkpoint yet, or several ranks wrote the checkpoint in parts, ValueError if all checkpoints of a run
+    are damaged, or it also holds the files of another model.
     """
     given = shipped_folder(folder) or Path(folder).expanduser()
     run = given / CHECKPOINTS

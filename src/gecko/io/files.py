@@ -24,15 +24,17 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; if the block succeeds, flush that file to disk and rename it to ``path``.
 
     A symbolic link stays, and its target is replaced. An existing file keeps its mode; a new one gets the default mode.
-
-    Raises:
-        FileExistsError: ``path`` exists and is not a regular file.
-        OSError: writing failed; the file at ``path`` is unchanged.
+    Raise FileExistsError if ``path`` exists and is not a regular file, OSError if writing failed: the file at ``path``
+    is unchanged then.
     """
     check_replaceable(path)
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary, mode = _create_beside(target)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    known = target.stat().st_mode if target.exists() else None
+    # Python can read the umask only by setting it, for all threads; so a new file shows which mode it gives.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if known is None else 0o600))
+    mode = stat.S_IMODE(temporary.stat().st_mode if known is None else known)
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -87,15 +89,6 @@ def check_replaceable(path: Path) -> None:
         raise FileExistsError(
             f"{path} must be a file, or the name of a new one; it is a folder, a device or a pipe. Choose another path."
         )
-
-
-def _create_beside(path: Path) -> tuple[Path, int]:
-    """Create an empty file in the folder of ``path``; return it and the mode that it must have when it is renamed."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    known = path.stat().st_mode if path.exists() else None
-    # Python can read the umask only by setting it, for all threads; so a new file shows which mode it gives.
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if known is None else 0o600))
-    return temporary, stat.S_IMODE(temporary.stat().st_mode if known is None else known)
 
 
 T = TypeVar("T")

@@ -82,13 +82,9 @@ def write_folder(
 ) -> None:  # fmt: skip
     """Write a model folder of any architecture. A tied head is stored once, as the embedding.
 
-    Args:
-        prefix: written before every name.
-        shards: the names of ``weights`` in each of several files, as transformers divides them. Empty: one file.
-
-    Raises:
-        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
-        OSError: writing failed; existing files are unchanged.
+    ``prefix`` is written before every name. ``shards`` has the names of ``weights`` in each of several files, as
+    transformers divides them; empty: one file. Raise FileExistsError if the folder is that of a training run, or of a
+    checkpoint with weights, OSError if writing failed: existing files are unchanged then.
     """
     folder = Path(folder)
     _check_writable(folder)
@@ -161,9 +157,8 @@ def _checked(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, st
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
     """Return the config, of class ``kind``, and the weights of a model folder, by their names in the model.
 
-    Raises:
-        FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file is damaged, the two belong to different models, or the folder is also a training run.
+    Raise FileNotFoundError if a file is missing, ValueError if one is damaged, both belong to different models, or the
+    folder is also a training run.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
@@ -253,11 +248,8 @@ def fill(model: Any, weights: Mapping[str, Tensor]) -> None:
 def fingerprint(model: nn.Module, tied: str | None = None) -> str:
     """Return a hash of the weights, 16 hexadecimal digits, that changes if any weight changes.
 
-    It hashes the sum of every row of every parameter, so that a large model takes seconds.
-
-    Args:
-        tied: name of a parameter that shares the tensor of another one; it is left out, even if accelerate has
-            separated the two to offload them.
+    It hashes the sum of every row of every parameter, so that a large model takes seconds. ``tied`` names a parameter
+    that shares the tensor of another one; it is left out, even if accelerate has separated the two to offload them.
     """
     digest = hashlib.sha256()
     for name in (name for name, _ in model.named_parameters() if name != tied):
