@@ -39,7 +39,13 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
         ValueError: a file is damaged, or a Gecko block cannot compute the model.
     """
     path = Path(source).expanduser()
-    llama = _read_llama(source, path)
+    llama: LlamaSource | None = None
+    if source == SMOLLM2 and not path.exists():
+        llama = read_smollm2()
+    elif path.suffix == ".gguf":
+        llama = read_gguf(path)
+    elif (path / CONFIG).is_file() and "model_type" in read_object(path / CONFIG, "a model's config"):
+        llama = read_folder(path)
     if llama is not None:
         config, weights = in_gecko(llama, 1024 if chunk_size is None else chunk_size, 1 if sinks is None else sinks)
         kind = f"{llama.origin.name} in a Gecko block"
@@ -60,13 +66,3 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
             copy_tokenizer(str(beside), folder)
     count = sum(x.numel() for name, x in weights.items() if not (config.tie_embedding and "head" in name))
     return f"{kind}, {config.num_layers} layers, {count:,} parameters in {str(widest).removeprefix('torch.')}"
-
-
-def _read_llama(name: str, path: Path) -> LlamaSource | None:
-    """Return the Llama that a path or name is; None if it must be a release."""
-    if name == SMOLLM2 and not path.exists():
-        return read_smollm2()
-    if path.suffix == ".gguf":
-        return read_gguf(path)
-    config = path / CONFIG
-    return read_folder(path) if config.is_file() and "model_type" in read_object(config, "a model's config") else None

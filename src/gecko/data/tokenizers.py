@@ -66,10 +66,8 @@ class Tokenizer(Protocol):
         """Return the entry of an id in the vocabulary."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``, without special ids and ids beyond the vocabulary.
-
-        Bytes that are not UTF-8 become U+FFFD.
-        """
+        """Return the text of ``ids``, without special ids and ids beyond the vocabulary; U+FFFD for bytes that are not
+        UTF-8."""
 
 
 class ByteTokenizer:
@@ -78,8 +76,7 @@ class ByteTokenizer:
     name = digest = "bytes"
     folder: Path | None = None
     vocab_size = 257
-    document_start = 256
-    document_end = 256
+    document_start = document_end = 256
     special_ids = frozenset({256})
     special_texts: Mapping[str, int] = {"<|endoftext|>": 256}
 
@@ -137,9 +134,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.add_special_tokens([library.AddedToken(text, special=True, normalized=False) for text in texts])
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset({index for index, token in added.items() if token.special} | borders)
-        self.special_texts: Mapping[str, int] = {
-            self._tokenizer.id_to_token(index): index for index in sorted(self.special_ids)
-        }
+        named = ((self._tokenizer.id_to_token(index), index) for index in sorted(self.special_ids))
+        self.special_texts: Mapping[str, int] = dict(named)
         self.digest = _digest(path, self.document_start, self.document_end)
 
     @property
@@ -259,9 +255,7 @@ def known_tokenizer(folder: Path) -> str | None:
     """
     if holds_tokenizer(folder):
         return ByteTokenizer.name if holds_byte_tokenizer(folder) else str(folder)
-    if not (folder / RECIPE).is_file():
-        return None
-    data = read_object(folder / RECIPE, "a recipe").get("data")
+    data = read_object(folder / RECIPE, "a recipe").get("data") if (folder / RECIPE).is_file() else None
     name = data.get("tokenizer") if isinstance(data, dict) else None
     return name if isinstance(name, str) else None
 
@@ -308,8 +302,7 @@ def _fetch(hub: Any, name: str, file: str) -> Path:
 
 
 def _digest(path: Path, document_start: int, document_end: int) -> str:
-    borders = f"{document_start} {document_end} ".encode()
-    return hashlib.sha256(borders + path.read_bytes()).hexdigest()
+    return hashlib.sha256(f"{document_start} {document_end} ".encode() + path.read_bytes()).hexdigest()
 
 
 def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str) -> tuple[int, int]:

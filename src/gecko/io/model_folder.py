@@ -23,21 +23,16 @@ from gecko.io.tensors import REMEDY, reading
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 """File names in a model folder."""
-
 INDEX, _SHARD = "model.safetensors.index.json", "model-{:05d}-of-{:05d}.safetensors"
 """File names in a folder whose weights are several files."""
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-
 _CHECKPOINTS, _SESSIONS, _MANIFEST = "checkpoints/step-*", "sessions.jsonl", "manifest.json"
 """Names in the folder of a training run, and in that of a checkpoint."""
-
 FORMAT = "gecko-model-1"
 DIGEST = "sha256"
 """Name of the checksum in the metadata of a safetensors file."""
-
 TIED = ("head.weight", "embedding.weight")
 """The parameters that are one tensor if ``tie_embedding`` is set."""
-
 WRAPPERS = ("model.gecko.", "gecko.")
 """Prefixes of a Gecko's parameters in ``GeckoForCausalLM`` and in ``GeckoModel`` of ``gecko.hf``."""
 
@@ -87,7 +82,13 @@ def write_folder(
     checkpoint with weights, OSError if writing failed: existing files are unchanged then.
     """
     folder = Path(folder)
-    _check_writable(folder)
+    found = run_or_checkpoint(folder)
+    # A checkpoint of several ranks has no weights file at first; joining its shards writes one.
+    if found == "a training run" or WEIGHTS in _manifest_files(folder):
+        raise FileExistsError(
+            f"a model must be saved to a folder for itself; {folder} is {found}, whose model it would hide or damage. "
+            "Choose another folder."
+        )
     kept = {name: w for name, w in weights.items() if not (config.tie_embedding and name == layout.tied[0])}
     bits = stored_bits(kept)
     # transformers 4 and accelerate refuse files whose "format" names no framework. A quantised file must be refused:
@@ -122,7 +123,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a folder's weights file or files, by their names there, and the metadata."""
     if not (folder / INDEX).is_file():
-        return _checked(folder / WEIGHTS, expected)
+        return _read_file(folder / WEIGHTS, expected)
     if (folder / WEIGHTS).exists():
         raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
     places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
@@ -136,7 +137,7 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
     tensors: dict[str, Tensor] = {}
     every = []
     for file in sorted(set(places.values())):
-        found, metadata = _checked(folder / file, expected)
+        found, metadata = _read_file(folder / file, expected)
         if found.keys() != {name for name, place in places.items() if place == file}:
             raise ValueError(f"{folder / file} must hold the weights that {INDEX} lists; it holds others.")
         tensors |= found
@@ -146,7 +147,7 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
     return tensors, every[0]
 
 
-def _checked(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_file(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors, metadata = load_tensors(path)
     found = metadata.get("gecko", metadata.get("format", "another file"))
     if found != expected:
@@ -213,16 +214,6 @@ def check_one_model(folder: Path) -> None:
         raise ValueError(
             f"{folder} must hold one model; it is a training run, with its model in checkpoints/, and has a {CONFIG} "
             f"of another one. Move {CONFIG} and {WEIGHTS} to a folder for themselves, or name a checkpoint."
-        )
-
-
-def _check_writable(folder: Path) -> None:
-    found = run_or_checkpoint(folder)
-    # A checkpoint of several ranks has no weights file at first; joining its shards writes one.
-    if found == "a training run" or WEIGHTS in _manifest_files(folder):
-        raise FileExistsError(
-            f"a model must be saved to a folder for itself; {folder} is {found}, whose model it would hide or damage. "
-            "Choose another folder."
         )
 
 
