@@ -15,8 +15,7 @@ from gecko.convert.llama import LlamaSource, in_gecko, read_folder, write_card
 from gecko.convert.release import from_reference, read_release, to_reference
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
 from gecko.io.files import read_object, whole_folder
-from gecko.io.model_folder import CONFIG
-from gecko.io.tensors import fitted
+from gecko.io.model_folder import CONFIG, fitted
 from gecko.models import meta_model
 from gecko.models.gecko import save_model
 

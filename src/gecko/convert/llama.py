@@ -21,8 +21,7 @@ from gecko.config import Epsilon, GeckoConfig, Layers, RopeBase, Size
 from gecko.convert.release import all_names, renamed, with_tied_head
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.files import found_at, inner_name, parse_object
-from gecko.io.model_folder import CONFIG, INDEX, WEIGHTS
-from gecko.io.tensors import reading
+from gecko.io.model_folder import CONFIG, INDEX, WEIGHTS, reading
 from gecko.records import FieldError, Parsed, Positive, build
 from gecko.runtime.process import __version__
 

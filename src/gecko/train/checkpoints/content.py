@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from gecko.data.tokenizers import TEMPLATE, ByteTokenizer, copy_tokenizer, holds_tokenizer, write_byte_tokenizer
 from gecko.io.checkpoints import SHARDS, checkpoint_step, read_manifest
 from gecko.io.files import parse_object, whole_file
-from gecko.io.model_folder import CONFIG, WEIGHTS, stored_prefix
-from gecko.io.tensors import FLOATS, REMEDY, check_finite, check_layout, reading
+from gecko.io.model_folder import CONFIG, FLOATS, REMEDY, WEIGHTS, check_finite, check_layout, reading, stored_prefix
 from gecko.models import LanguageModel, load_config, meta_model
 from gecko.records import CountFromZero, NotNegative, build, check
 from gecko.train.checkpoints.folders import flushed_entries, write_manifest
