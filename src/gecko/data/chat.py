@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,40 +53,6 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
         raise ValueError("a text must be Unicode; got half of a surrogate pair, which UTF-8 cannot write") from error
 
 
-class ChatFormat(Protocol):
-    """Format of conversations."""
-
-    source: str
-    """Description of its origin, for the log."""
-    tuned: bool
-    """Whether the model has a chat template. Models without one were not tuned for chat."""
-    stops: Sequence[str]
-    """Stop strings of an answer."""
-    stop_ids: frozenset[int]
-    """Stop tokens of an answer."""
-
-    @property
-    def call_form(self) -> CallForm:
-        """Form in which answers call functions; ValueError if a grammar could not enforce it."""
-
-    @property
-    def call_marks(self) -> Mapping[str, int]:
-        """Special tokens in calls, which do not end an answer that may call functions: ids by their texts."""
-
-    def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
-        """Return the ids of the prompt for the answer, which may call ``functions``; ValueError if the conversation
-        does not fit the format."""
-
-    def continuation(self, messages: Sequence[Turn]) -> Continuation:
-        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
-
-        They depend on nothing before the answer, so that a state of constant size can stand for it.
-        """
-
-    def encode_answer(self, text: str) -> list[int]:
-        """Return the ids of a text that a model wrote in an answer, with ``call_marks``."""
-
-
 class Continuation(NamedTuple):
     """Ids between an answer and the next one."""
 
@@ -115,9 +81,15 @@ class PlainChat:
     """
 
     source = "the form User: … Assistant: …, as no chat template was found"
+    """Description of the format's origin, for the log."""
     tuned = False
+    """Whether the model has a chat template. Models without one were not tuned for chat."""
     stops: Sequence[str] = ("\n\nUser:", "\n\nSystem:")
-    call_form, call_marks = PLAIN_FORM, MappingProxyType[str, int]({})
+    """Stop strings of an answer."""
+    call_form = PLAIN_FORM
+    """Form in which answers call functions; a template raises ValueError if a grammar could not enforce it."""
+    call_marks: Mapping[str, int] = MappingProxyType({})
+    """Special tokens in calls, which do not end an answer that may call functions: ids by their texts."""
     _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -125,13 +97,20 @@ class PlainChat:
         self.stop_ids = frozenset({tokenizer.document_end})
 
     def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
+        """Return the ids of the prompt for the answer, which may call ``functions``; ValueError if the conversation
+        does not fit the format."""
         return [self._tokenizer.document_start, *self._encode(messages, functions)]
 
     def continuation(self, messages: Sequence[Turn]) -> Continuation:
+        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
+
+        They depend on nothing before the answer, so that a state of constant size can stand for it.
+        """
         closing = encode_text(self._tokenizer, "\n\n").tolist()
         return Continuation(closing, self._encode(messages) if messages else [])
 
     def encode_answer(self, text: str) -> list[int]:
+        """Return the ids of a text that a model wrote in an answer, with ``call_marks``."""
         return encode_text(self._tokenizer, text).tolist()
 
     def _encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
@@ -170,7 +149,7 @@ class TemplateChat:
             raise ValueError(f"the chat template must be valid Jinja; {error}") from error
 
     def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
-        """See ``ChatFormat``. The prompt ends with all that the template writes before the text of an answer."""
+        """See ``PlainChat``. The prompt ends with all that the template writes before the text of an answer."""
         messages, functions = self._known(messages, functions)
         text = self._prompt(messages, functions)
         self._outline(messages, [place for place, said in enumerate(messages) if said.role in _TOLD_ROLES], functions)
@@ -205,7 +184,7 @@ class TemplateChat:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """See ``ChatFormat``. It is what the template writes in place of an answer that is a call."""
+        """See ``PlainChat``. It is what the template writes in place of an answer that is a call."""
         if not self._knows_functions:
             return PLAIN_FORM
         probe, asked, answer = _probe(), [Turn("user", ".")], Turn("assistant", _new_mark())
@@ -397,6 +376,9 @@ def _probe() -> Function:
 def _new_mark() -> str:
     """Return a text that no message contains: digits, which are the same in capitals."""
     return str(secrets.randbits(128) | 1 << 127)
+
+
+ChatFormat = PlainChat | TemplateChat
 
 
 class Template(NamedTuple):

@@ -152,19 +152,16 @@ def read_file(path: Path, field: str) -> Iterator[str]:
     return readers[format_of(path)](path, field)
 
 
-def decode_text(content: bytes, where: str) -> str:
-    """Decode UTF-8 without a byte-order mark; ``where`` names the content in errors."""
-    return _decode(content, where).removeprefix(BYTE_ORDER_MARK)
-
-
-def _decode(content: bytes, where: str) -> str:
+def decode_text(content: bytes, where: str, *, begins: bool = True) -> str:
+    """Decode UTF-8 that ``begins`` a text, where a byte-order mark is left out; ``where`` names it in errors."""
     zero = content.find(0)
     if zero >= 0:
         raise _binary(where, "a NUL byte", zero)
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _binary(where, f"the invalid byte 0x{content[error.start]:02x}", error.start) from error
+    return text.removeprefix(BYTE_ORDER_MARK) if begins else text
 
 
 def _binary(where: str, found: str, offset: int) -> ValueError:
@@ -297,8 +294,7 @@ def _csv_lines(path: Path) -> Iterator[str]:
     for number, content in enumerate(_split_lines(read_pieces(path)), start=1):
         if line is not None:
             yield line + "\n"
-        where = f"{path}, line {number},"
-        line = decode_text(content, where) if number == 1 else _decode(content, where)
+        line = decode_text(content, f"{path}, line {number},", begins=number == 1)
     if line:
         yield line
 

@@ -175,23 +175,21 @@ def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str =
 def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[SourcePart, ...]:
     """Return the parts of a source without the files in ``seen``, and add its files to ``seen``."""
     if spec.startswith(HUGGING_FACE):
-        named = spec.removeprefix(HUGGING_FACE).split(":")
+        name, *rest = named = spec.removeprefix(HUGGING_FACE).split(":")
         if len(named) > 3 or not all(named):
             raise ValueError(f"a data set must be named as hf:NAME[:split] or hf:NAME:CONFIG:split; got {spec!r}.")
-        name, *rest = named
         split = rest.pop() if rest else "train"
         return (SourcePart("dataset", name, field, config=rest[0] if rest else None, split=split),)
-    files = stdlib_files() if spec == STDLIB else find_files(spec)
+    kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
     # A document that is read twice, also through a link, could be in the training and in the validation part.
     fresh = []
-    for path in files:
+    for path in stdlib_files() if spec == STDLIB else find_files(spec):
         if (real := path.resolve()) not in seen:
             seen.add(real)
             # Refuse a format now, not after hours of reading other files.
             format_of(path)
-            fresh.append(path)
-    kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
-    return tuple(SourcePart(kind, str(path), field, path.stat().st_size) for path in fresh)
+            fresh.append(SourcePart(kind, str(path), field, path.stat().st_size))
+    return tuple(fresh)
 
 
 def sample_texts(parts: Sequence[SourcePart], characters: int) -> Iterator[str]:
