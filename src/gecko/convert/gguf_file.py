@@ -114,6 +114,7 @@ SPLITS = {
     "gpt-2": None,
 }  # fmt: skip
 """Pattern that divides a text into words, by ``tokenizer.ggml.pre``. The last two apply GPT-2's to its parts."""
+_Fields = Mapping[str, Any]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Values of ``tokenizer.ggml.token_type``."""
 
@@ -155,7 +156,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _byte_level(library: Any, fields: Mapping[str, Any], vocabulary: dict[str, int], kinds: Mapping[str, int]) -> Any:
+def _byte_level(library: Any, fields: _Fields, vocabulary: dict[str, int], kinds: Mapping[str, int]) -> Any:
     """Byte pairs over bytes, as GPT-2's."""
     pre, split = fields.get("pre"), library.pre_tokenizers
     if pre not in SPLITS:
@@ -171,9 +172,7 @@ def _byte_level(library: Any, fields: Mapping[str, Any], vocabulary: dict[str, i
     return tokenizer
 
 
-def _sentence_piece(
-    library: Any, fields: Mapping[str, Any], vocabulary: dict[str, int], kinds: Mapping[str, int]
-) -> Any:
+def _sentence_piece(library: Any, fields: _Fields, vocabulary: dict[str, int], kinds: Mapping[str, int]) -> Any:
     """Byte pairs over characters, as SentencePiece's: it merges the pair whose whole has the highest score."""
     score = dict(zip(fields["tokens"], fields["scores"], strict=True))
     pieces = {token for token, kind in kinds.items() if kind == _NORMAL}

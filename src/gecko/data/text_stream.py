@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -69,35 +70,26 @@ def document_ids(tokenizer: Tokenizer, text: str, *, state: GeckoState | None = 
 
 def _decode(content: Iterable[bytes], where: str) -> Iterator[str]:
     """Yield the text without a byte-order mark."""
+
+    def refused(found: str, offset: int) -> ValueError:
+        return ValueError(
+            f"{where} must be UTF-8 text for this tokenizer; got {found} at byte offset {offset}. "
+            "Convert it to UTF-8; only models of bytes read any file."
+        )
+
     decoder = codecs.getincrementaldecoder("utf-8")()
     taken, begun = 0, False
-    for piece in content:
-        text = _decode_piece(decoder, piece, taken, where)
+    for piece in chain(content, [None]):  # None is the end
+        unfinished = len(decoder.getstate()[0])
+        if piece is not None and (zero := piece.find(0)) >= 0:
+            raise refused("a NUL byte", taken + zero)
+        try:
+            text = decoder.decode(piece or b"", final=piece is None)
+        except UnicodeDecodeError as error:
+            found = f"the invalid byte 0x{error.object[error.start]:02x}"
+            raise refused(found, taken - unfinished + error.start) from error
         yield text if begun else text.removeprefix(BYTE_ORDER_MARK)
-        taken, begun = taken + len(piece), begun or bool(text)
-    _decode_piece(decoder, b"", taken, where, final=True)
-
-
-def _decode_piece(
-    decoder: codecs.IncrementalDecoder, piece: bytes, taken: int, where: str, *, final: bool = False
-) -> str:
-    """Return the characters that ``piece``, which starts after ``taken`` bytes, completes."""
-    held = len(decoder.getstate()[0])
-    zero = piece.find(0)
-    if zero >= 0:
-        raise _binary(where, "a NUL byte", taken + zero)
-    try:
-        return decoder.decode(piece, final)
-    except UnicodeDecodeError as error:
-        found = f"the invalid byte 0x{error.object[error.start]:02x}"
-        raise _binary(where, found, taken - held + error.start) from error
-
-
-def _binary(where: str, found: str, offset: int) -> ValueError:
-    return ValueError(
-        f"{where} must be UTF-8 text for this tokenizer; got {found} at byte offset {offset}. "
-        "Convert it to UTF-8; only models of bytes read any file."
-    )
+        taken, begun = taken + len(piece or b""), begun or bool(text)
 
 
 def _find_border(tokenizer: Tokenizer, before: str, text: str, block: int) -> int:
