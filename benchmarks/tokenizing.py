@@ -28,8 +28,7 @@ import tokenizers
 from measuring import machine, parser_of, publish
 
 from gecko.data import load_tokenizer
-from gecko.data.executors import run_here
-from gecko.data.tokenize import TokenizingPlan
+from gecko.data.tokenize import TokenizingPlan, run_here
 
 FAST = "tokenizers, encode_batch_fast"
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gecko.config import GeckoConfig
 from gecko.io.files import fitting, parse_json
-from gecko.io.model_folder import load_tensors, save_tensors, stored_config
-from gecko.io.tensors import FLOATS, fitted, float_dtype
+from gecko.io.model_folder import FLOATS, fitted, float_dtype, load_tensors, save_tensors, stored_config
 from gecko.layers.gated_attention import MixerState
 from gecko.ops.chunk_attention import AttentionState
 from gecko.ops.timestep_norm import TimestepNormState

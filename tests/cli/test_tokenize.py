@@ -80,7 +80,7 @@ def test_a_failed_command_keeps_finished_shards_and_other_files(
         (plan.folder / ".00000.ds.abcdef01").touch()
         return write_shard(plan, plan.tasks[3], *rest)
 
-    monkeypatch.setattr("gecko.data.executors.write_shard", beside_another)
+    monkeypatch.setattr("gecko.data.tokenize.write_shard", beside_another)
     command(*arguments, tmp_path / "again", code=2)
     assert (tmp_path / "again" / "tokenize.json").is_file()
 

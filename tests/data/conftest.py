@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from gecko.data import Tokenizer, load_tokenizer
-from gecko.data.executors import run_here
-from gecko.data.tokenize import TokenizingPlan
+from gecko.data.tokenize import TokenizingPlan, run_here
 
 LINES = ["the quick brown fox jumps over the lazy dog", "five dozen liquor jugs", "naïve café, 你好 世界 🎉"] * 20
 

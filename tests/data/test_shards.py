@@ -108,7 +108,7 @@ def test_every_epoch_covers_the_training_documents_once(
 def place_of(rows: ShardedRows, index: int) -> int:
     """Return the place of a row in the corpus, in rows."""
     epoch, row = divmod(index, rows.rows_per_epoch)
-    return Shuffle.of(rows.rows_per_epoch, rows._seed, FIRST_EPOCH + epoch)[row]
+    return Shuffle(rows.rows_per_epoch, rows._seed, FIRST_EPOCH + epoch)[row]
 
 
 def test_rows_of_the_first_layout_never_change() -> None:
@@ -146,18 +146,18 @@ def test_batches_do_not_depend_on_their_size(lengths: list[list[int]], seed: int
 @any_case
 @given(st.integers(1, 300), st.integers(0, 2**60), st.integers(0, 2**60))
 def test_shuffle_is_a_permutation(count: int, seed: int, stream: int) -> None:
-    shuffle = Shuffle.of(count, seed, stream)
+    shuffle = Shuffle(count, seed, stream)
     assert sorted(shuffle[index] for index in range(count)) == list(range(count))
 
 
 def test_shuffle_never_changes_and_mixes() -> None:
     """These numbers hold for every version; a change would break resuming old runs."""
-    shuffle = Shuffle.of(10, 1, 2)
+    shuffle = Shuffle(10, 1, 2)
     assert [shuffle[index] for index in range(10)] == SHUFFLE
-    moved = [Shuffle.of(10_000, 0, stream)[index] for stream in (0, 1) for index in range(10_000)]
+    moved = [Shuffle(10_000, 0, stream)[index] for stream in (0, 1) for index in range(10_000)]
     assert abs(np.corrcoef(moved[:10_000], np.arange(10_000))[0, 1]) < 0.05
     assert abs(np.corrcoef(moved[:10_000], moved[10_000:])[0, 1]) < 0.05
-    assert 0 <= Shuffle.of(10**15, 3, 4)[10**15 - 1] < 10**15
+    assert 0 <= Shuffle(10**15, 3, 4)[10**15 - 1] < 10**15
 
 
 SHUFFLE = [4, 2, 1, 8, 0, 9, 3, 5, 6, 7]

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gecko.data import ShardFolder, TokenizedCorpus, Tokenizer, executors, load_documents, load_tokenizer
-from gecko.data.executors import TokenizingStep, run_here, run_on_ray, run_on_slurm
+from gecko.data import ShardFolder, TokenizedCorpus, Tokenizer, load_documents, load_tokenizer
 from gecko.data.shards import SUFFIXES, token_dtype
-from gecko.data.tokenize import TokenizingPlan, run_task
+from gecko.data.tokenize import TokenizingPlan, TokenizingStep, run_here, run_on_ray, run_on_slurm, run_task
 from gecko.data.tokenizers import ByteTokenizer, TokenIds
 
 BYTES = load_tokenizer("bytes")
@@ -108,7 +107,7 @@ def test_any_number_of_workers_writes_the_same(
     one = make(corpus, tmp_path / "one")
     assert make(corpus, tmp_path / "three", workers=3) == one
     # Above this number of threads, processes are used.
-    monkeypatch.setattr(executors, "MOST_THREADS", 1)
+    monkeypatch.setattr("gecko.data.tokenize.MOST_THREADS", 1)
     assert make(corpus, tmp_path / "processes", workers=2) == one
 
 
@@ -221,7 +220,7 @@ def test_ray_tasks_write_the_same_and_one_that_fails_is_told(
     corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The executor is replaced, because it needs Ray."""
-    monkeypatch.setattr(executors, "require", lambda *_: SimpleNamespace(RayPipelineExecutor=RayStandIn))
+    monkeypatch.setattr("gecko.data.tokenize.require", lambda *_: SimpleNamespace(RayPipelineExecutor=RayStandIn))
     one = make(corpus, tmp_path / "one")
     plan = plan_of(corpus, tmp_path / "ray")
     broken = tmp_path / "texts" / "05.jsonl"
@@ -241,7 +240,7 @@ import sys
 from pathlib import Path
 import gecko.data.tokenize as tokenizing
 from gecko.data import load_tokenizer
-from gecko.data.executors import run_here
+from gecko.data.tokenize import run_here
 plan = tokenizing.TokenizingPlan.load(Path(sys.argv[1]))
 print("ready", flush=True)
 for record in run_here(plan, load_tokenizer("bytes"), 2):

@@ -89,9 +89,9 @@ def steps_of(run: Path) -> list[int]:
 POOL = """
 import multiprocessing, os, sys
 from concurrent.futures import ProcessPoolExecutor
-from gecko.data import executors
+from gecko.data import tokenize
 if __name__ == "__main__":
-    with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver"), initializer=executors.SETUP) as pool:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver"), initializer=tokenize.SETUP) as pool:
         print(*{pool.submit(os.getpid).result() for _ in range(20)}, flush=True)
         sys.stdin.read()
 """

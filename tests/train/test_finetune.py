@@ -136,7 +136,7 @@ def test_a_run_goes_on_at_another_time_with_the_time_of_its_start(
             return clock
 
     def set_clock(day: int) -> Clock:
-        for module in ("gecko.data.jinja", "gecko.train.metrics"):
+        for module in ("gecko.data.chat_templates", "gecko.train.metrics"):
             monkeypatch.setattr(f"{module}.datetime", Clock, raising=False)
         return Clock(2026, 3, day, 23, 59, day, 7 * day)
 

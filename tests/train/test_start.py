@@ -11,8 +11,7 @@ import pytest
 from support.corpora import as_shards, words, write_tokenizer
 
 from gecko.data import load_tokenizer
-from gecko.data.byte_files import holds_byte_tokenizer
-from gecko.data.tokenizers import copy_tokenizer
+from gecko.data.tokenizers import copy_tokenizer, holds_byte_tokenizer
 from gecko.io.checkpoints import SHARDS, read_manifest
 from gecko.recipes import apply_overrides
 from gecko.train import Run, train

@@ -305,7 +305,7 @@ class Export(TakesTokenizer):
     def write_for_transformers(self, source: Path, target: Path) -> None:
         from gecko import hf
         from gecko.cli.arguments import find_tokenizer
-        from gecko.data.chat_templates import find_template
+        from gecko.data.chat import find_template
         from gecko.hf.export import transformers_tokenizer
         from gecko.models.gecko import load
 

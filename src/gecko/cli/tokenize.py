@@ -92,9 +92,9 @@ class Tokenize(Command):
 
     def write(self, plan: TokenizingPlan, tokenizer: Tokenizer, console: Console) -> None:
         """Write the missing shards, or submit a job that does."""
-        from gecko.data.executors import run_here, run_on_ray
         from gecko.data.sources import sample_texts
         from gecko.data.text_stream import SAMPLE, check_loss
+        from gecko.data.tokenize import run_here, run_on_ray
 
         if len(plan.done()) == len(plan.tasks):
             return
@@ -113,7 +113,7 @@ class Tokenize(Command):
 
     def submit(self, plan: TokenizingPlan, console: Console) -> None:
         """Submit the missing shards to Slurm, unless an earlier job still runs: two would write the same files."""
-        from gecko.data.executors import RUN_FOLDER, run_on_slurm, unfinished_slurm_job
+        from gecko.data.tokenize import RUN_FOLDER, run_on_slurm, unfinished_slurm_job
 
         status = f"Slurm job {(job := unfinished_slurm_job(plan))} has not ended"
         if job is None:

@@ -12,12 +12,10 @@ import torch
 
 from gecko.convert.gguf_file import SMOLLM2, read_gguf, read_smollm2
 from gecko.convert.llama import LlamaSource, in_gecko, read_folder, write_card
-from gecko.convert.release import from_reference, to_reference
-from gecko.convert.release_files import read_release
+from gecko.convert.release import from_reference, read_release, to_reference
 from gecko.data.tokenizers import copy_tokenizer, holds_tokenizer
 from gecko.io.files import read_object, whole_folder
-from gecko.io.model_folder import CONFIG
-from gecko.io.tensors import fitted
+from gecko.io.model_folder import CONFIG, fitted
 from gecko.models import meta_model
 from gecko.models.gecko import save_model
 
@@ -40,7 +38,13 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
         ValueError: a file is damaged, or a Gecko block cannot compute the model.
     """
     path = Path(source).expanduser()
-    llama = _read_llama(source, path)
+    llama: LlamaSource | None = None
+    if source == SMOLLM2 and not path.exists():
+        llama = read_smollm2()
+    elif path.suffix == ".gguf":
+        llama = read_gguf(path)
+    elif (path / CONFIG).is_file() and "model_type" in read_object(path / CONFIG, "a model's config"):
+        llama = read_folder(path)
     if llama is not None:
         config, weights = in_gecko(llama, 1024 if chunk_size is None else chunk_size, 1 if sinks is None else sinks)
         kind = f"{llama.origin.name} in a Gecko block"
@@ -61,13 +65,3 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
             copy_tokenizer(str(beside), folder)
     count = sum(x.numel() for name, x in weights.items() if not (config.tie_embedding and "head" in name))
     return f"{kind}, {config.num_layers} layers, {count:,} parameters in {str(widest).removeprefix('torch.')}"
-
-
-def _read_llama(name: str, path: Path) -> LlamaSource | None:
-    """Return the Llama that a path or name is; None if it must be a release."""
-    if name == SMOLLM2 and not path.exists():
-        return read_smollm2()
-    if path.suffix == ".gguf":
-        return read_gguf(path)
-    config = path / CONFIG
-    return read_folder(path) if config.is_file() and "model_type" in read_object(config, "a model's config") else None

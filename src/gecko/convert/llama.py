@@ -21,8 +21,7 @@ from gecko.config import Epsilon, GeckoConfig, Layers, RopeBase, Size
 from gecko.convert.release import all_names, renamed, with_tied_head
 from gecko.data.tokenizers import copy_tokenizer
 from gecko.io.files import found_at, inner_name, parse_object
-from gecko.io.model_folder import CONFIG, INDEX, WEIGHTS
-from gecko.io.tensors import reading
+from gecko.io.model_folder import CONFIG, INDEX, WEIGHTS, reading
 from gecko.records import FieldError, Parsed, Positive, build
 from gecko.runtime.process import __version__
 
@@ -46,11 +45,13 @@ BLOCK = {
 }
 OWN = {
     "qwen2": {
-        f"mixer.to_{x}.bias": (f"self_attn.{x[0]}_proj.bias", f"attn_{x[0]}.bias") for x in ("query", "key", "value")
+        "mixer.to_query.bias": ("self_attn.q_proj.bias", "attn_q.bias"),
+        "mixer.to_key.bias": ("self_attn.k_proj.bias", "attn_k.bias"),
+        "mixer.to_value.bias": ("self_attn.v_proj.bias", "attn_v.bias"),
     },
     "qwen3": {
-        f"mixer.{x}_norm.weight": (f"self_attn.{x[0]}_norm.weight", f"attn_{x[0]}_norm.weight")
-        for x in ("query", "key")
+        "mixer.query_norm.weight": ("self_attn.q_norm.weight", "attn_q_norm.weight"),
+        "mixer.key_norm.weight": ("self_attn.k_norm.weight", "attn_k_norm.weight"),
     },
 }
 """Parameters of a block that only one kind of model has."""
@@ -62,6 +63,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
 """Defaults in transformers that differ from those of a Llama."""
+_ROPES = ("default", "llama3")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -93,9 +95,7 @@ class SourceConfig:
     tie_word_embeddings: bool = False
     sliding_window: Size | None = None
     use_sliding_window: bool = False
-    rope_type: Annotated[str, _only("default", "llama3", because="a block has fixed angles and unscaled scores")] = (
-        "default"
-    )
+    rope_type: Annotated[str, _only(*_ROPES, because="a block has fixed angles and unscaled scores")] = _ROPES[0]
     rope_theta: RopeBase = 10_000.0
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
@@ -127,10 +127,8 @@ class SourceConfig:
 
     def renamed(self, weights: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
         """Return weights by their names in ``Gecko``. ``place`` says whose names they have."""
-        top, block = (
-            {theirs[place]: ours for ours, theirs in table.items()}
-            for table in (TOP, BLOCK | OWN.get(self.model_type, {}))
-        )
+        tables = (TOP, BLOCK | OWN.get(self.model_type, {}))
+        top, block = ({theirs[place]: ours for ours, theirs in table.items()} for table in tables)
         names = all_names(top, block, ("model.layers", "blk")[place], self.num_hidden_layers)
         return renamed(weights, names, f"parameter of {self.model_type}")
 
@@ -178,7 +176,6 @@ class Origin(NamedTuple):
     """Where a model comes from."""
 
     name: str
-    """The model's own name."""
     place: str
     """The source, as the model card names it."""
     changes: str
@@ -210,12 +207,10 @@ def read_folder(folder: Path) -> LlamaSource:
     stored = {name: x for name, x in _read_weights(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     name, card = folder.resolve().name, folder / "README.md"
     licence = re.search(r"^license: *(\S+)", card.read_text("utf-8", "replace") if card.is_file() else "", re.MULTILINE)
-    origin = Origin(
-        name, f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], _licences(folder)
-    )
-    return LlamaSource(
-        config, config.renamed(stored, TRANSFORMERS), False, origin, partial(copy_tokenizer, str(folder))
-    )
+    changes = "Matrices keep their numbers."
+    origin = Origin(name, f"the folder {name}", changes, licence and licence[1], _licences(folder))
+    weights = config.renamed(stored, TRANSFORMERS)
+    return LlamaSource(config, weights, False, origin, partial(copy_tokenizer, str(folder)))
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -240,10 +235,8 @@ def in_gecko(source: LlamaSource, chunk_size: int, sinks: int) -> tuple[GeckoCon
     """Return config and weights of a Gecko that computes what ``source`` computes, up to two chunks of a document.
 
     Weights keep their numbers, and their dtype except float16; those of Qwen3's norms of queries and keys become
-    offsets from 1.
-
-    Raises:
-        ValueError: a field has a value that a Gecko block cannot compute, or a tied model holds two embeddings.
+    offsets from 1. Raise ValueError if a field has a value that a Gecko block cannot compute, or a tied model holds two
+    embeddings.
     """
     config = source.config.in_gecko(chunk_size, sinks)
     heads = {"query": config.num_heads, "key": source.config.key_value_heads}

@@ -1,43 +1,39 @@
-"""Convert config and weights of the reference releases by tables of names.
+"""Read the reference releases, and convert their config and weights by tables of names. No code in their files is run.
 
-Gecko's release converts in both directions. Megalodon's release has the same names and converts to Gecko only, and so
-does Gekko, the authors' later design.
+A release is a folder with ``config.json`` and either ``consolidated.pth`` or, of the authors' later models, a folder
+``full_model.tpNN`` for every tensor-parallel rank, which PyTorch's distributed checkpoints wrote. Gecko's release
+converts in both directions. Megalodon's has the same names and converts to Gecko only, and so does Gekko, the authors'
+later design.
 """
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
+from gecko.io.files import read_object
 from gecko.records import unknown_name
 
+CONFIG, WEIGHTS, PARTS = "config.json", "consolidated.pth", ("full_model.tp", "sharded_model.tp")
+_BY_COLUMN = ("embed.weight", ".wo.weight", ".fc2.weight")
+"""Ends of the names of weights of which a tensor-parallel rank holds columns; of the others it holds rows."""
+
 FIELDS = {
-    "vocab_size": "vocab_size",
-    "num_layers": "num_layers",
-    "model_dim": "model_dim",
-    "z_dim": "key_dim",
-    "value_dim": "value_dim",
-    "num_heads": "num_heads",
-    "ffn_hidden_dim": "ffn_dim",
-    "cema_ndim": "cema_modes",
-    "chunk_size": "chunk_size",
-    "timenorm_num_groups": "timestep_groups",
-    "layernorm_num_groups": "norm_groups",
-    "norm_eps": "norm_eps",
-    "norm_affine": "norm_affine",
-    "rope_base": "rope_base",
-    "num_rope_heads": "rope_heads",
-    "swiglu": "swiglu",
-    "rescale_nffn": "ffn_scale",
-    "scale_emb": "scale_embedding",
-    "share_emb": "tie_embedding",
+    "vocab_size": "vocab_size", "num_layers": "num_layers", "model_dim": "model_dim", "z_dim": "key_dim",
+    "value_dim": "value_dim", "num_heads": "num_heads", "ffn_hidden_dim": "ffn_dim", "cema_ndim": "cema_modes",
+    "chunk_size": "chunk_size", "timenorm_num_groups": "timestep_groups", "layernorm_num_groups": "norm_groups",
+    "norm_eps": "norm_eps", "norm_affine": "norm_affine", "rope_base": "rope_base", "num_rope_heads": "rope_heads",
+    "swiglu": "swiglu", "rescale_nffn": "ffn_scale", "scale_emb": "scale_embedding", "share_emb": "tie_embedding",
     "two_hop_residual": "two_hop_residual",
-}
+}  # fmt: skip
 """Field of the reference config → field of this package. The two timenorm_betas become ``timestep_betas``."""
 
 MEGALODON = {
@@ -49,43 +45,26 @@ MEGALODON_DEFAULTS = {"swiglu": False, "rope_base": 10_000.0}
 """Defaults of Megalodon's release that differ from Gecko's; it writes a missing base as null."""
 
 TOP = {
-    "embed.weight": "embedding.weight",
-    "output.final_norm.weight": "final_norm.weight",
-    "output.final_norm.bias": "final_norm.bias",
-    "output.output.weight": "head.weight",
-}
-
+    "embed.weight": "embedding.weight", "output.final_norm.weight": "final_norm.weight",
+    "output.final_norm.bias": "final_norm.bias", "output.output.weight": "head.weight",
+}  # fmt: skip
 FEED_FORWARD = {
-    "nffn.norm.weight": "feed_forward.norm.weight",
-    "nffn.norm.bias": "feed_forward.norm.bias",
-    "nffn.fc1.weight": "feed_forward.fc1.weight",
-    "nffn.fc2.weight": "feed_forward.fc2.weight",
+    "nffn.norm.weight": "feed_forward.norm.weight", "nffn.norm.bias": "feed_forward.norm.bias",
+    "nffn.fc1.weight": "feed_forward.fc1.weight", "nffn.fc2.weight": "feed_forward.fc2.weight",
     "nffn.fc3.weight": "feed_forward.fc3.weight",
-}
-
+}  # fmt: skip
 BLOCK = {
-    "mega.timenorm.weight": "mixer.norm.weight",
-    "mega.timenorm.bias": "mixer.norm.bias",
-    "mega.cema.alpha": "mixer.cema.alpha",
-    "mega.cema.delta": "mixer.cema.delta",
-    "mega.cema.theta": "mixer.cema.theta",
-    "mega.cema.gamma": "mixer.cema.gamma",
-    "mega.cema.omega": "mixer.cema.omega",
-    "mega.rmsnorm.weight": "mixer.cema_norm.weight",
-    "mega.wz.weight": "mixer.to_shared.weight",
-    "mega.wz.bias": "mixer.to_shared.bias",
-    "mega.wv.weight": "mixer.to_value.weight",
-    "mega.wv.bias": "mixer.to_value.bias",
-    "mega.wr.weight": "mixer.to_gate.weight",
-    "mega.wr.bias": "mixer.to_gate.bias",
-    "mega.wh1.weight": "mixer.to_hidden.weight",
-    "mega.wh1.bias": "mixer.to_hidden.bias",
-    "mega.wh2.weight": "mixer.to_output.weight",
-    "mega.gamma": "mixer.scale",
-    "mega.beta": "mixer.offset",
-    **FEED_FORWARD,
-    "nffn.alpha": "feed_forward.scale",
-}
+    "mega.timenorm.weight": "mixer.norm.weight", "mega.timenorm.bias": "mixer.norm.bias",
+    "mega.cema.alpha": "mixer.cema.alpha", "mega.cema.delta": "mixer.cema.delta",
+    "mega.cema.theta": "mixer.cema.theta", "mega.cema.gamma": "mixer.cema.gamma",
+    "mega.cema.omega": "mixer.cema.omega", "mega.rmsnorm.weight": "mixer.cema_norm.weight",
+    "mega.wz.weight": "mixer.to_shared.weight", "mega.wz.bias": "mixer.to_shared.bias",
+    "mega.wv.weight": "mixer.to_value.weight", "mega.wv.bias": "mixer.to_value.bias",
+    "mega.wr.weight": "mixer.to_gate.weight", "mega.wr.bias": "mixer.to_gate.bias",
+    "mega.wh1.weight": "mixer.to_hidden.weight", "mega.wh1.bias": "mixer.to_hidden.bias",
+    "mega.wh2.weight": "mixer.to_output.weight", "mega.gamma": "mixer.scale", "mega.beta": "mixer.offset",
+    **FEED_FORWARD, "nffn.alpha": "feed_forward.scale",
+}  # fmt: skip
 
 _IRRELEVANT = (
     "efficient_attn", "init_mode", "memory_efficient_norm", "dropout", "hidden_dropout", "attention_dropout",
@@ -95,24 +74,12 @@ _IRRELEVANT = (
 _PRIORS = ("prior_count", "prior_mean", "prior_var", "prior_logv")
 
 GEKKO_FIELDS = {
-    "vocab_size": "vocab_size",
-    "num_layers": "num_layers",
-    "model_dim": "model_dim",
-    "num_heads": "num_heads",
-    "ffn_hidden_dim": "ffn_dim",
-    "chunk_size": "chunk_size",
-    "causal_conv_width": "convolution_width",
-    "attn_gate_func": "gate_activation",
-    "apply_bias_term": "gate_bias",
-    "timenorm_num_groups": "timestep_groups",
-    "layernorm_num_groups": "norm_groups",
-    "timenorm_eps": "timestep_eps",
-    "layernorm_eps": "norm_eps",
-    "rmsnorm_eps": "rms_eps",
-    "rope_base": "rope_base",
-    "swiglu": "swiglu",
-    "scale_emb": "scale_embedding",
-}
+    "vocab_size": "vocab_size", "num_layers": "num_layers", "model_dim": "model_dim", "num_heads": "num_heads",
+    "ffn_hidden_dim": "ffn_dim", "chunk_size": "chunk_size", "causal_conv_width": "convolution_width",
+    "attn_gate_func": "gate_activation", "apply_bias_term": "gate_bias", "timenorm_num_groups": "timestep_groups",
+    "layernorm_num_groups": "norm_groups", "timenorm_eps": "timestep_eps", "layernorm_eps": "norm_eps",
+    "rmsnorm_eps": "rms_eps", "rope_base": "rope_base", "swiglu": "swiglu", "scale_emb": "scale_embedding",
+}  # fmt: skip
 """Field of a Gekko's config → field of this package. ``_gekko_config`` reads sizes of heads, betas and the rule."""
 
 _GEKKO_ONLY: dict[str, tuple[Any, ...]] = {
@@ -131,21 +98,115 @@ _GEKKO_WORDS = ("init_", "moe_", "recompute_"), ("_backend",)
 """How more of them start and end."""
 
 GEKKO_BLOCK = {
-    "gda.timenorm.weight": "mixer.norm.weight",
-    "gda.timenorm.bias": "mixer.norm.bias",
-    "gda.wq.weight": "mixer.to_query.weight",
-    "gda.wk.weight": "mixer.to_key.weight",
-    "gda.wv.weight": "mixer.to_value.weight",
-    "gda.wv.bias": "mixer.to_value.bias",
-    "gda.wr.weight": "mixer.to_gate.weight",
-    "gda.wr.bias": "mixer.to_gate.bias",
-    "gda.wo.weight": "mixer.to_output.weight",
-    "gda.taps": "mixer.taps",
-    "gda.query_norm.weight": "mixer.query_norm.weight",
-    "gda.key_norm.weight": "mixer.key_norm.weight",
+    "gda.timenorm.weight": "mixer.norm.weight", "gda.timenorm.bias": "mixer.norm.bias",
+    "gda.wq.weight": "mixer.to_query.weight", "gda.wk.weight": "mixer.to_key.weight",
+    "gda.wv.weight": "mixer.to_value.weight", "gda.wv.bias": "mixer.to_value.bias",
+    "gda.wr.weight": "mixer.to_gate.weight", "gda.wr.bias": "mixer.to_gate.bias",
+    "gda.wo.weight": "mixer.to_output.weight", "gda.taps": "mixer.taps",
+    "gda.query_norm.weight": "mixer.query_norm.weight", "gda.key_norm.weight": "mixer.key_norm.weight",
     **FEED_FORWARD,
-}
+}  # fmt: skip
 """Names of a Gekko. ``gda.taps`` joins q_conv, k_conv and v_conv."""
+
+
+def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the config fields and the parameters of a release, for ``gecko.convert.from_reference``.
+
+    Only tensors are read from the file (``weights_only``); no code in it runs.
+
+    Args:
+        source: the folder, or a weights file in it, which may have any name.
+
+    Raises:
+        FileNotFoundError: the folder or one of the files is missing.
+        ValueError: the weights are in several files, or a file has other content.
+    """
+    source = Path(source).expanduser()
+    if parts := _parts(source):
+        from gecko.convert.distributed_files import read_distributed  # it takes a second to import
+
+        return _read_config(source / CONFIG), joined([read_distributed(part) for part in parts])
+    weights = source if source.is_file() else _find_weights(source)
+    return _read_config(weights.with_name(CONFIG)), _read_weights(weights)
+
+
+def _find_weights(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"SOURCE must be a folder with {WEIGHTS} and {CONFIG}, or a .pth file; there is no {folder}."
+        )
+    if (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS
+    found = sorted(folder.glob("*.pth"))
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} must hold {WEIGHTS} or {PARTS[0]}00, the release's weights; it has no .pth file."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder} must hold the weights in one {WEIGHTS}; it has {len(found)} .pth files, from {found[0].name} to "
+            f"{found[-1].name}. Consolidate them with the release's own script for one model-parallel rank, or name "
+            "one."
+        )
+    return found[0]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"the release's {CONFIG} must lie beside the weights; there is no {path}.")
+    config = read_object(path, "the release's config")
+    config = config.get("model", config)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object under 'model', if it has one; got a {type(config).__name__}.")
+    if "model_type" in config:
+        raise ValueError(f"{path} is of a {config['model_type']!r} folder, not of a reference release.")
+    return config
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} must hold tensors as torch.save writes them, and nothing else; it holds something that could be "
+            "code, and was not opened."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{path} must be a file written by torch.save; it could not be read: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError(f"{path} must hold parameters by name; it holds a {type(state).__name__} of other things.")
+    return state
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Return the folders of all tensor-parallel ranks in ``folder``; none if it holds no distributed checkpoint."""
+    for prefix in PARTS:
+        found = sorted(folder.glob(f"{prefix}*")) if folder.is_dir() else []
+        wanted = [folder / f"{prefix}{rank:02d}" for rank in range(len(found))]
+        if found != wanted:
+            names = ", ".join(path.name for path in found)
+            raise ValueError(f"{folder} must hold {prefix}00 and those of all other ranks; it has {names}.")
+        if found:
+            return found
+    return []
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the parameters of which tensor-parallel ranks hold ``parts``. Raise ValueError if the parts have different
+    names, or shapes that do not fit together."""
+    for rank, part in enumerate(parts):
+        if other := part.keys() ^ parts[0].keys():
+            raise ValueError(f"all tensor ranks must hold the same names; ranks 0 and {rank} differ in {min(other)}.")
+    whole = {}
+    for name in parts[0]:
+        of_ranks = [part[name] for part in parts]
+        try:  # numbers, such as the counts of priors, are on every rank
+            axis = int(name.endswith(_BY_COLUMN))
+            whole[name] = torch.cat(of_ranks, axis) if of_ranks[0].dim() else torch.stack(of_ranks)
+        except (RuntimeError, IndexError) as error:
+            shapes = [tuple(x.shape) for x in of_ranks]
+            raise ValueError(f"the parts of {name} must fit together; they have shapes {shapes}.") from error
+    return whole
 
 
 def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[GeckoConfig, dict[str, Tensor]]:
@@ -174,10 +235,7 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tu
 
 def to_reference(config: GeckoConfig, weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Convert config and weights of ``Gecko`` to those of the reference release; the inverse of ``from_reference``.
-
-    Raises:
-        ValueError: the release does not support the attention, memory or norm of ``config``.
-    """
+    Raise ValueError if the release does not support the attention, memory or norm of ``config``."""
     if (config.attention, config.memory, config.cema_skip) != ("sliding_chunk", "adaptive", "identity") or (
         config.timestep_betas is None
     ):
@@ -290,10 +348,8 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
 
 def all_names(top: Mapping[str, str], block: Mapping[str, str], prefix: str, layers: int) -> dict[str, str]:
     """Return names in ``Gecko`` by those of a format with the names ``block`` in each of its blocks PREFIX.NUMBER."""
-    in_blocks = [
-        (f"{prefix}.{i}.{theirs}", f"blocks.{i}.{ours}") for i in range(layers) for theirs, ours in block.items()
-    ]
-    return {**top, **dict(in_blocks)}
+    pairs = [(i, theirs, ours) for i in range(layers) for theirs, ours in block.items()]
+    return {**top, **{f"{prefix}.{i}.{theirs}": f"blocks.{i}.{ours}" for i, theirs, ours in pairs}}
 
 
 def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str], kind: str) -> dict[str, Tensor]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gecko.data.chat_templates import SpecialTokens, find_template, special_tokens
-from gecko.data.tokenizers import TokenIds, Tokenizer
+from gecko.data.tokenizers import SETTINGS, TEMPLATE, TOKENIZERS, TokenIds, Tokenizer
 from gecko.data.turns import (
     CALL_CLOSING,
     CALL_OPENINGS,
@@ -31,8 +31,10 @@ from gecko.data.turns import (
     form_of,
     plain_turns,
 )
+from gecko.io.files import read_object
 from gecko.runtime.process import require
 
+_Conversation = tuple[Sequence[Turn], Sequence[Function]]
 _LONGEST = 300
 """Characters of a template's message that an error quotes."""
 _TOLD_ROLES = ("system", "developer", "tool")
@@ -49,43 +51,6 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
         return tokenizer.encode_batch(texts)
     except (TypeError, UnicodeEncodeError) as error:  # libraries of tokenizers say that it is no text
         raise ValueError("a text must be Unicode; got half of a surrogate pair, which UTF-8 cannot write") from error
-
-
-class ChatFormat(Protocol):
-    """Format of conversations."""
-
-    source: str
-    """Description of its origin, for the log."""
-    tuned: bool
-    """Whether the model has a chat template. Models without one were not tuned for chat."""
-    stops: Sequence[str]
-    """Stop strings of an answer."""
-    stop_ids: frozenset[int]
-    """Stop tokens of an answer."""
-
-    @property
-    def call_form(self) -> CallForm:
-        """Form in which answers call functions; ValueError if a grammar could not enforce it."""
-
-    @property
-    def call_marks(self) -> Mapping[str, int]:
-        """Special tokens in calls, which do not end an answer that may call functions: ids by their texts."""
-
-    def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
-        """Return the ids of the prompt for the answer; ValueError if the conversation does not fit the format.
-
-        Args:
-            functions: what the answer may call.
-        """
-
-    def continuation(self, messages: Sequence[Turn]) -> Continuation:
-        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
-
-        They depend on nothing before the answer, so that a state of constant size can stand for it.
-        """
-
-    def encode_answer(self, text: str) -> list[int]:
-        """Return the ids of a text that a model wrote in an answer, with ``call_marks``."""
 
 
 class Continuation(NamedTuple):
@@ -116,9 +81,15 @@ class PlainChat:
     """
 
     source = "the form User: … Assistant: …, as no chat template was found"
+    """Description of the format's origin, for the log."""
     tuned = False
+    """Whether the model has a chat template. Models without one were not tuned for chat."""
     stops: Sequence[str] = ("\n\nUser:", "\n\nSystem:")
-    call_form, call_marks = PLAIN_FORM, MappingProxyType[str, int]({})
+    """Stop strings of an answer."""
+    call_form = PLAIN_FORM
+    """Form in which answers call functions; a template raises ValueError if a grammar could not enforce it."""
+    call_marks: Mapping[str, int] = MappingProxyType({})
+    """Special tokens in calls, which do not end an answer that may call functions: ids by their texts."""
     _names: Mapping[str, str] = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -126,13 +97,20 @@ class PlainChat:
         self.stop_ids = frozenset({tokenizer.document_end})
 
     def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
+        """Return the ids of the prompt for the answer, which may call ``functions``; ValueError if the conversation
+        does not fit the format."""
         return [self._tokenizer.document_start, *self._encode(messages, functions)]
 
     def continuation(self, messages: Sequence[Turn]) -> Continuation:
+        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
+
+        They depend on nothing before the answer, so that a state of constant size can stand for it.
+        """
         closing = encode_text(self._tokenizer, "\n\n").tolist()
         return Continuation(closing, self._encode(messages) if messages else [])
 
     def encode_answer(self, text: str) -> list[int]:
+        """Return the ids of a text that a model wrote in an answer, with ``call_marks``."""
         return encode_text(self._tokenizer, text).tolist()
 
     def _encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
@@ -146,11 +124,8 @@ class TemplateChat:
 
     Special tokens of the template become their ids. The same characters in a message stay text, so a message cannot end
     its turn or imitate another role. Every special token ends an answer, because the token that closes a turn often
-    differs from the one that ends a document. Raise ValueError if the template is not valid Jinja.
-
-    Args:
-        source: file of the template.
-        now: the time that the template sees; None: that of the clock.
+    differs from the one that ends a document. ``source`` names the template, and ``now`` is the time that it sees, None
+    that of the clock. Raise ValueError if the template is not valid Jinja.
     """
 
     stops: Sequence[str] = ()
@@ -159,24 +134,22 @@ class TemplateChat:
     def __init__(
         self, tokenizer: Tokenizer, template: str, specials: Mapping[str, int], source: str, now: datetime | None = None
     ) -> None:
-        self._tokenizer, self._specials, self.source = tokenizer, SpecialTokens(specials), source
-        self.text = template
+        require("jinja2", "chat")
+        from gecko.data.chat_templates import SpecialTokens, environment, render
+
+        self._tokenizer, self._specials = tokenizer, SpecialTokens(specials)
+        self.source, self.text = source, template
         self.stop_ids = tokenizer.special_ids | frozenset(specials.values())
         texts = {index: text for text, index in specials.items()}
-        self._names = {
-            "bos_token": texts.get(tokenizer.document_start, ""),
-            "eos_token": texts.get(tokenizer.document_end, ""),
-        }
-        require("jinja2", "chat")
-        from gecko.data.jinja import environment, render
-
+        start, end = (texts.get(index, "") for index in (tokenizer.document_start, tokenizer.document_end))
+        self._names = {"bos_token": start, "eos_token": end}
         try:
             self._render_template = partial(render, environment(now).from_string(template))
         except Exception as error:  # Jinja raises TemplateError, and Python whatever it raises for nested code
             raise ValueError(f"the chat template must be valid Jinja; {error}") from error
 
     def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
-        """See ``ChatFormat``. The prompt ends with all that the template writes before the text of an answer."""
+        """See ``PlainChat``. The prompt ends with all that the template writes before the text of an answer."""
         messages, functions = self._known(messages, functions)
         text = self._prompt(messages, functions)
         self._outline(messages, [place for place, said in enumerate(messages) if said.role in _TOLD_ROLES], functions)
@@ -188,7 +161,7 @@ class TemplateChat:
 
     def continuation(self, messages: Sequence[Turn]) -> Continuation:
         """Render a short conversation that ends in an answer, and cut it after that and after the end of the answer."""
-        messages, _ = self._known(messages, ())
+        messages, _ = self._known(messages)
         before = [Turn("user", "."), answer := Turn("assistant", _new_mark())]
         text = self._prompt([*before, *messages]) if messages else self._rendered(before, generate=False)
         self._outline([*before, *messages], range(1, 2 + len(messages)))
@@ -196,9 +169,7 @@ class TemplateChat:
         end = self._end(parts)
         return Continuation(self._encode(parts[:end]), self._encode(parts[end:]) if messages else [])
 
-    def _known(
-        self, messages: Sequence[Turn], functions: Sequence[Function]
-    ) -> tuple[Sequence[Turn], Sequence[Function]]:
+    def _known(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> _Conversation:
         """Return a conversation that the template knows how to write: without functions if it knows none."""
         used = functions or any(turn.calls or turn.role == "tool" for turn in messages)
         return (plain_turns(messages, functions), ()) if used and not self._knows_functions else (messages, functions)
@@ -213,7 +184,7 @@ class TemplateChat:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """See ``ChatFormat``. It is what the template writes in place of an answer that is a call."""
+        """See ``PlainChat``. It is what the template writes in place of an answer that is a call."""
         if not self._knows_functions:
             return PLAIN_FORM
         probe, asked, answer = _probe(), [Turn("user", ".")], Turn("assistant", _new_mark())
@@ -221,13 +192,12 @@ class TemplateChat:
         prompt = self._prompt(asked, [probe])
         text = self._rendered([*asked, Turn("assistant", "", calls=(call,))], [probe], generate=False)
         ending = self._rendered([*asked, answer], generate=False).partition(answer.content)[2]
-        found = form_of(text.removeprefix(prompt), call, ending) if text.startswith(prompt) else None
-        if found is None:
-            raise ValueError(
-                "the chat template must write a call of a function as a JSON object with its name and arguments; "
-                f"{self.source} writes another form, which is not read"
-            )
-        return found
+        if text.startswith(prompt) and (found := form_of(text.removeprefix(prompt), call, ending)):
+            return found
+        raise ValueError(
+            "the chat template must write a call of a function as a JSON object with its name and arguments; "
+            f"{self.source} writes another form, which is not read"
+        )
 
     @cached_property
     def call_marks(self) -> Mapping[str, int]:
@@ -338,7 +308,7 @@ class TemplateChat:
         shown = {place for place in marked if messages[place].content.strip() or messages[place].role == "assistant"}
         mark, said = _new_mark(), enumerate(messages)
         contents = [f"{mark}{n:09}" if n in shown else self._specials.protect(message.content) for n, message in said]
-        text = self._render(messages, contents, functions, generate=False) if shown else ""
+        text = self._rendered(messages, functions, contents, generate=False) if shown else ""
         parts = re.split(rf"{mark}(\d{{9}})", text)
         if lost := shown.difference(map(int, parts[1::2])):
             raise ValueError(
@@ -355,14 +325,14 @@ class TemplateChat:
         ends = self.stop_ids.difference(inside)
         return next((place + 1 for place, part in enumerate(parts) if part in ends), 0)
 
-    def _rendered(self, messages: Sequence[Turn], functions: Sequence[Function] = (), *, generate: bool = True) -> str:
-        contents = [self._specials.protect(said.content) for said in messages]
-        return self._render(messages, contents, functions, generate=generate)
-
-    def _render(
-        self, messages: Sequence[Turn], contents: Sequence[str], functions: Sequence[Function], *, generate: bool
-    ) -> str:
-        spoken = [said.fields(text, self._specials.protect_all) for said, text in zip(messages, contents, strict=True)]
+    def _rendered(
+        self, messages: Sequence[Turn], functions: Sequence[Function] = (), contents: Sequence[str] | None = None, *,
+        generate: bool = True,
+    ) -> str:  # fmt: skip
+        """Render a conversation, with other ``contents`` if they are given; with ``generate``, for an answer to it."""
+        protect = self._specials.protect_all
+        texts = [protect(said.content) for said in messages] if contents is None else contents
+        spoken = [said.fields(text, protect) for said, text in zip(messages, texts, strict=True)]
         told = {"tools": [self._specials.protect_all(function.tool) for function in functions]} if functions else {}
         try:
             return self._render_template(spoken, add_generation_prompt=generate, **told, **self._names)
@@ -406,6 +376,71 @@ def _probe() -> Function:
 def _new_mark() -> str:
     """Return a text that no message contains: digits, which are the same in capitals."""
     return str(secrets.randbits(128) | 1 << 127)
+
+
+ChatFormat = PlainChat | TemplateChat
+
+
+class Template(NamedTuple):
+    """A chat template and the file that holds it."""
+
+    text: str
+    path: Path
+
+
+def find_template(tokenizer: Tokenizer, model_folder: Path) -> Template | None:
+    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else None.
+
+    Errors are those of ``find_format``.
+    """
+    folders = filter(None, (tokenizer.folder, model_folder))
+    return next(filter(None, map(_read_template, folders)), None)
+
+
+def _read_template(folder: Path) -> Template | None:
+    own, config = folder / TEMPLATE, folder / SETTINGS[0]
+    if own.is_file():
+        try:
+            return Template(own.read_text(encoding="utf-8"), own)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{own} must hold a chat template as UTF-8 text; {error}.") from error
+    template = _read_json(config).get("chat_template")
+    if isinstance(template, list):
+        with _naming(config):
+            named = {str(entry["name"]): entry["template"] for entry in template}
+        if "default" not in named:
+            raise ValueError(
+                f"one of several chat templates must be named 'default'; {config} has {sorted(named)}. "
+                f"Save the template to use as {own}."
+            )
+        template = named["default"]
+    if not isinstance(template, str | None):
+        raise ValueError(f"{config} must hold a chat_template that is text; got a {type(template).__name__}.")
+    return None if template is None else Template(template, config)
+
+
+def special_tokens(folder: Path) -> dict[str, int]:
+    """Return text and id of the special tokens."""
+    added = _read_json(folder / TOKENIZERS[0]).get("added_tokens", [])
+    decoder = _read_json(folder / SETTINGS[0]).get("added_tokens_decoder", {})
+    with _naming(folder):
+        every = [*added, *({"id": int(index), **token} for index, token in decoder.items())]
+        if not all(isinstance(token["content"], str) for token in every):
+            raise TypeError("the content of a token is no text")
+        return {token["content"]: int(token["id"]) for token in every if token.get("special", True)}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Convert the errors of missing and unsuitable fields into one that names ``path``."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} must hold a tokenizer; a field is missing or of another type: {error}.") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_object(path, "a tokenizer") if path.is_file() else {}
 
 
 def find_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None = None) -> ChatFormat:

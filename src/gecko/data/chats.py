@@ -37,11 +37,8 @@ class RecordedChat(NamedTuple):
 def read_chats(source: str) -> Iterator[tuple[str, RecordedChat]]:
     """Yield the chats of JSON Lines files, each after its place in the file for errors.
 
-    ``source`` is a file, a folder or a glob; ``.gz`` and ``.zst`` too.
-
-    Raises:
-        FileNotFoundError: the source names no file.
-        ValueError: a file is not JSON Lines, or a line is not a chat with an answer; the message names the line.
+    ``source`` is a file, a folder or a glob; ``.gz`` and ``.zst`` too. Raise FileNotFoundError if it names no file,
+    ValueError if a file is not JSON Lines, or a line is not a chat with an answer; the message names the line.
     """
     for path in find_files(source):
         if format_of(path) != "json lines":
@@ -166,8 +163,7 @@ class ChatCorpus:
 
     def cut(self, length: int) -> ChatCorpus:
         """Return the first ``length`` tokens of each chat, without chats that have no part of an answer in them."""
-        kept = [chat for chat in range(len(self)) if self.trained[chat][1:length].any()]
-        part = self.select(kept)
+        part = self.select(chat for chat in range(len(self)) if self.trained[chat][1:length].any())
         return ChatCorpus([tokens[:length] for tokens in part.tokens], [trained[:length] for trained in part.trained])
 
     def digest(self) -> str:
@@ -194,14 +190,13 @@ class ChatRows:
             )
         if corpus.longest > sequence_length + 1:
             raise ValueError(f"a row takes chats of {sequence_length + 1} tokens; got one of {corpus.longest}.")
-        self.sequence_length = sequence_length
-        self._corpus, self._seed = corpus, seed
+        self.sequence_length, self._corpus, self._seed = sequence_length, corpus, seed
         self._packed = pack([len(tokens) for tokens in corpus.tokens], sequence_length + 1)
         self.rows_per_epoch = len(self._packed)
 
     def row(self, index: int) -> Row:
         epoch, place = divmod(index, self.rows_per_epoch)
-        return self.packed_row(Shuffle.of(self.rows_per_epoch, self._seed, SPLIT_STREAM + 1 + epoch)[place])
+        return self.packed_row(Shuffle(self.rows_per_epoch, self._seed, SPLIT_STREAM + 1 + epoch)[place])
 
     def packed_row(self, index: int) -> Row:
         """Return a row by its place in the packing."""
@@ -224,10 +219,9 @@ def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
             raise ValueError(f"an item must be at most {room}; got {sizes[item]}.")
         place = bisect_left(left, (sizes[item], 0))
         if place == len(left):
+            left.append((room, len(groups)))
             groups.append([])
-            free, group = room, len(groups) - 1
-        else:
-            free, group = left.pop(place)
+        free, group = left.pop(place)
         groups[group].append(item)
         insort(left, (free - sizes[item], group))
     return groups

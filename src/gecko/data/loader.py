@@ -61,27 +61,17 @@ class OrderedRows(Rows, Protocol):
 
 
 class Loader:
-    """Groups rows into batches. It has no state, so calls may have any order and come from any thread.
-
-    Raises:
-        ValueError: the batch size is below 1.
-    """
+    """Groups rows into batches. It has no state, so calls may have any order and come from any thread. Raise ValueError
+    if the batch size is below 1."""
 
     def __init__(self, rows: Rows, batch_size: int) -> None:
         check_sizes(batch_size=batch_size)
-        self.rows = rows
-        self.batch_size = batch_size
-
-    @property
-    def rows_per_epoch(self) -> int:
-        return self.rows.rows_per_epoch
+        self.rows, self.batch_size = rows, batch_size
+        self.rows_per_epoch = rows.rows_per_epoch
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of a step: ``batch_size`` rows from row ``step * batch_size``.
-
-        Raises:
-            ValueError: ``step`` is negative.
-        """
+        """Return the batch of a step: ``batch_size`` rows from row ``step * batch_size``. Raise ValueError if ``step``
+        is negative."""
         if step < 0:
             raise ValueError(f"step must be at least 0; got {step}.")
         first = step * self.batch_size
@@ -91,6 +81,12 @@ class Loader:
 def batch_of(rows: Rows, indices: range) -> Batch:
     """Return the rows of the given indices as a batch."""
     return _stack([rows.row(index) for index in indices])
+
+
+def _stack(rows: Sequence[Row]) -> Batch:
+    """Return rows as a batch."""
+    tokens, targets, segment_ids = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+    return Batch(tokens, targets, segment_ids)
 
 
 class PackedRows:
@@ -119,8 +115,8 @@ class PackedRows:
 
     def _build_epoch(self, epoch: int) -> tuple[_RowLayout, Shuffle]:
         documents, rows = SPLIT_STREAM + 1 + 2 * epoch, SPLIT_STREAM + 2 + 2 * epoch
-        layout = _RowLayout.of(self._corpus, permutation(len(self._corpus), self._seed, documents))
-        return layout, Shuffle.of(self.rows_per_epoch, self._seed, rows)
+        layout = _RowLayout(self._corpus, permutation(len(self._corpus), self._seed, documents))
+        return layout, Shuffle(self.rows_per_epoch, self._seed, rows)
 
 
 class PackedLoader(Loader):
@@ -146,38 +142,23 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
 
     Every token except the first of each document is a target exactly once. So all batches together have
     ``corpus.num_tokens - len(corpus)`` targets that are not ignored; ``TokenBytes.of_targets`` counts their bytes.
-    The last row is padded with a separate document that has no targets.
-
-    Raises:
-        ValueError: a size is below 1.
+    The last row is padded with a separate document that has no targets. Raise ValueError if a size is below 1.
     """
     check_sizes(batch_size=batch_size, sequence_length=sequence_length)
-    layout = _RowLayout.of(corpus, np.arange(len(corpus)))
+    layout = _RowLayout(corpus, np.arange(len(corpus)))
     begins = range(0, layout.num_tokens - 1, sequence_length)
     for first in range(0, len(begins), batch_size):
-        yield _stack(
-            [numbered_from_zero(layout.row(begin, sequence_length)) for begin in begins[first : first + batch_size]]
-        )
+        rows = [layout.row(begin, sequence_length) for begin in begins[first : first + batch_size]]
+        yield _stack([numbered_from_zero(row) for row in rows])
 
 
-@dataclass(frozen=True)
 class _RowLayout:
     """Concatenation of all documents of a corpus in one order."""
 
-    tokens: NDArray[np.unsignedinteger]
-    offsets: NDArray[np.int64]
-    """Start of each document in ``tokens``, in the order of the layout."""
-    borders: NDArray[np.int64]
-    """(documents + 1,) start of each document in the layout, and the layout's length."""
-
-    @classmethod
-    def of(cls, corpus: TokenizedCorpus, order: NDArray[np.int64]) -> _RowLayout:
-        borders = np.concatenate([[0], np.cumsum(corpus.lengths[order])])
-        return cls(corpus.tokens, corpus.offsets[order], borders)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.borders[-1])
+    def __init__(self, corpus: TokenizedCorpus, order: NDArray[np.int64]) -> None:
+        self.tokens, self.num_tokens = corpus.tokens, corpus.num_tokens
+        # Start of each document in the tokens; starts in the layout, and its length.
+        self.offsets, self.borders = corpus.offsets[order], np.cumsum(np.append(0, corpus.lengths[order]))
 
     def row(self, begin: int, length: int) -> Row:
         """Return the row that starts at ``begin``; past the layout's end it has zeros without targets. Segment ids are
@@ -213,11 +194,6 @@ def numbered_from_zero(row: Row) -> Row:
     return tokens, targets, segments - segments[0]
 
 
-def _stack(rows: list[Row]) -> Batch:
-    tokens, targets, segment_ids = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-    return Batch(tokens, targets, segment_ids)
-
-
 def check_sizes(**sizes: int) -> None:
     """Raise ValueError if a size is below 1."""
     for name, value in sizes.items():
@@ -249,23 +225,17 @@ class LaneRows:
     def row(self, index: int) -> Row:
         step, lane = divmod(index, self.lanes)
         epoch, row = divmod(step, self.rows_per_lane)
-        place = self._first(epoch) + lane * self.rows_per_lane + row
-        tokens, targets, segments = self._rows.ordered_row(epoch, place)
+        first = int(np.random.PCG64((self._seed, LANE_STREAM + epoch)).random_raw()) % (self._spare + 1)
+        tokens, targets, segments = self._rows.ordered_row(epoch, first + lane * self.rows_per_lane + row)
         # One more than the documents, because padding is a document too.
         return tokens, targets, segments + epoch * (self._rows.documents + 1)
-
-    def _first(self, epoch: int) -> int:
-        """Return the first row of the first lane."""
-        draw = np.random.PCG64((self._seed, LANE_STREAM + epoch)).random_raw()
-        return int(draw) % (self._spare + 1)
 
 
 class MixedLanes:
     """Lanes of several sources: the first lanes are of the first source. Each source keeps its lanes."""
 
     def __init__(self, sources: Sequence[LaneRows]) -> None:
-        self._sources = list(sources)
-        self._borders = np.cumsum([0, *(rows.lanes for rows in sources)])
+        self._sources, self._borders = list(sources), np.cumsum([0, *(rows.lanes for rows in sources)])
         # Until the first lane starts again, a batch has one row of every lane.
         self.rows_per_epoch = min(rows.rows_per_lane for rows in sources) * int(self._borders[-1])
 

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gecko.data.tokenizers import Tokenizer
+from gecko.data.tokenizers import TokenIds, Tokenizer
 
 ROUNDS = 6
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
 class Shuffle:
     """Permutation of ``range(count)`` in constant memory; it depends on its arguments alone.
 
@@ -25,30 +24,22 @@ class Shuffle:
     inside, fewer than four times on average.
     """
 
-    count: int
-    half: int
-    """Bits of each half of an index."""
-    keys: tuple[int, ...]
-
-    @classmethod
-    def of(cls, count: int, seed: int, stream: int) -> Shuffle:
+    def __init__(self, count: int, seed: int, stream: int) -> None:
+        self._count = count
+        self._bits_of_half = max(1, -(-(count - 1).bit_length() // 2))
         # Raw draws: NumPy keeps them the same in all versions.
-        keys = np.random.PCG64((seed, stream)).random_raw(ROUNDS)
-        return cls(count, max(1, -(-(count - 1).bit_length() // 2)), tuple(int(key) for key in keys))
+        self._keys: list[int] = np.random.PCG64((seed, stream)).random_raw(ROUNDS).tolist()
 
     def __getitem__(self, index: int) -> int:
         """Return the image of ``index``, which must be in ``range(count)``."""
-        place = self._permute(index)
-        while place >= self.count:
-            place = self._permute(place)
+        bits, mask = self._bits_of_half, (1 << self._bits_of_half) - 1
+        place = self._count
+        while place >= self._count:
+            left, right = index >> bits, index & mask
+            for key in self._keys:
+                left, right = right, left ^ (_mix(right ^ key) & mask)
+            place = index = left << bits | right
         return place
-
-    def _permute(self, index: int) -> int:
-        mask = (1 << self.half) - 1
-        left, right = index >> self.half, index & mask
-        for key in self.keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        return left << self.half | right
 
 
 def _mix(x: int) -> int:
@@ -95,11 +86,7 @@ class TokenizedCorpus:
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer) -> TokenizedCorpus:
-        """Tokenize ``texts``; those without tokens are dropped.
-
-        Raises:
-            ValueError: no text has tokens.
-        """
+        """Tokenize ``texts``; those without tokens are dropped. Raise ValueError if no text has tokens."""
         corpus = _tokenized(batches(texts), tokenizer)
         if not len(corpus):
             raise ValueError("a corpus must hold at least one document with text; got none.")
@@ -136,10 +123,8 @@ class TokenizedCorpus:
         """Return training and validation documents; random documents are held out, see ``held_out_part``.
 
         Validation documents are in random order, so that any first part is a sample of all. If one is the end of a
-        document that is trained on, it is the last, with border tokens of its own.
-
-        Raises:
-            ValueError: a single document of one token, or a fraction outside 0..1.
+        document that is trained on, it is the last, with border tokens of its own. Raise ValueError if there is too
+        little text to divide, or the fraction is outside 0..1.
         """
         order = permutation(len(self), seed, SPLIT_STREAM)
         count, tail = held_out_part(self.lengths[order], validation_fraction, layout, LEAST)
@@ -152,11 +137,8 @@ class TokenizedCorpus:
         return training, held_out
 
     def head(self, max_tokens: int) -> TokenizedCorpus:
-        """Return the first ``max_tokens`` tokens of the corpus; the last document may be cut.
-
-        Raises:
-            ValueError: ``max_tokens`` is too small for a document's first text token.
-        """
+        """Return the first ``max_tokens`` tokens of the corpus; the last document may be cut. Raise ValueError if they
+        are too few for a document's first text token."""
         if max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2, a document's start and one more token; got {max_tokens}.")
         before = np.cumsum(self.lengths) - self.lengths
@@ -199,17 +181,20 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCorpus:
-    """Tokenize batches of texts; texts without tokens are dropped."""
-    dtype = token_dtype(tokenizer.vocab_size)
     tokens, lengths = bytearray(), array("q")
-    start = np.array([tokenizer.document_start], dtype).tobytes()
-    end = np.array([tokenizer.document_end], dtype).tobytes()
     for batch in groups:
-        for ids in tokenizer.encode_batch(batch):
-            if len(ids):
-                tokens += start + ids.astype(dtype).tobytes() + end
-                lengths.append(len(ids) + 2)
-    return TokenizedCorpus.of_whole(np.frombuffer(tokens, dtype), lengths)
+        ids, of_documents = joined_ids(tokenizer.encode_batch(batch), tokenizer)
+        tokens += ids
+        lengths.extend(of_documents)
+    return TokenizedCorpus.of_whole(np.frombuffer(tokens, token_dtype(tokenizer.vocab_size)), lengths)
+
+
+def joined_ids(texts: Iterable[TokenIds], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
+    """Return the ids of texts, each with its border tokens, and the lengths; texts without tokens are dropped."""
+    dtype, documents = token_dtype(tokenizer.vocab_size), [ids for ids in texts if len(ids)]
+    start, end = (np.array([x], dtype).tobytes() for x in (tokenizer.document_start, tokenizer.document_end))
+    joined = b"".join(start + ids.astype(dtype).tobytes() + end for ids in documents)
+    return joined, [len(ids) + 2 for ids in documents]
 
 
 def held_out_part(lengths: NDArray[np.int64], fraction: float, layout: int, least: int) -> tuple[int, int]:
@@ -249,8 +234,7 @@ def held_out_count(total: int, fraction: float, layout: int, least: int) -> int:
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
     """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent.
 
-    It sorts raw draws, which NumPy keeps the same in all versions, unlike ``permutation``. Raise ValueError if ``seed``
-    is negative.
+    It sorts raw draws, which NumPy keeps the same in all versions. Raise ValueError if ``seed`` is negative.
     """
     if seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0; got {seed}.")
@@ -262,9 +246,7 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """Group texts into batches of about ``BATCH_CHARACTERS``; empty texts are dropped."""
     batch: list[str] = []
     characters = 0
-    for text in texts:
-        if not text:
-            continue
+    for text in filter(None, texts):
         batch.append(text)
         characters += len(text)
         if characters >= BATCH_CHARACTERS:

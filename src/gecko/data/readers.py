@@ -9,7 +9,8 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,10 +60,8 @@ def format_of(path: Path) -> Format:
 def check_plain_text(path: Path) -> None:
     """Raise ValueError if the suffix of a file is not that of plain text, so that markup is not read as text."""
     suffix, _ = _content_suffix(path)
-    reason = _REASONS.get(suffix)
-    if suffix in _RECORDS:
-        reason = "records; write the text of the records to a .txt file"
-    if reason is not None:
+    records = "records; write the text of the records to a .txt file" if suffix in _RECORDS else None
+    if (reason := records or _REASONS.get(suffix)) is not None:
         raise ValueError(
             f"{path} must be plain text; got {suffix!r}, which is {reason}. To read the file as it is, rename it to "
             "end in .txt."
@@ -90,16 +89,14 @@ def read_pieces(path: Path) -> Iterator[bytes]:
 
 def _plain_pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            yield piece
+        yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
 
 def _gzip_pieces(path: Path) -> Iterator[bytes]:
     _check_not_empty(path, "gzip")
     try:
         with gzip.open(path) as file:
-            while piece := file.read(PIECE_BYTES):
-                yield piece
+            yield from iter(lambda: file.read(PIECE_BYTES), b"")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _damaged(path, "gzip", str(error)) from error
 
@@ -140,52 +137,31 @@ BYTE_ORDER_MARK = "\ufeff"
 _LARGEST_CELL = (1 << 31) - 1
 """Characters of a CSV cell: the largest limit that Python's module accepts on every platform."""
 _ADVICE = "Name the field that holds the text: data.field=NAME in training, --field NAME for gecko tokenize."
-
-
 _CHATS = "Chats are learned by gecko finetune MODEL CHATS, or in training with data.format=chat."
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
-    """Return an iterator over the documents of one file: the whole of a text file, or one document per record.
-
-    Args:
-        path: ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` and ``.parquet`` hold records, any other suffix
-            means text; ``.gz`` and ``.zst`` may follow any suffix but that of Parquet.
-        field: field, or column, of the records that holds the text.
-
-    Raises:
-        ValueError: in this call, the suffix is of a format that cannot be read; while iterating, the content does not
-            have the format of the suffix. The message names the file and the place in it.
-    """
+    """Return an iterator over the documents of one file: the whole of a text file, or the text in the ``field``, or
+    column, of each record; see ``format_of``. Raise ValueError if the format cannot be read, while iterating if the
+    content is of another format; the message names the file and the place in it."""
     check_regular(path)
-    match format_of(path):
-        case "json lines":
-            return _read_json_lines(path, field)
-        case "json":
-            return _read_json(path, field)
-        case "csv":
-            return _read_csv(path, field, "excel")
-        case "tsv":
-            return _read_csv(path, field, "excel-tab")
-        case "parquet":
-            return _read_parquet(path, field)
-        case "text":
-            return _read_text(path)
+    readers: dict[Format, Callable[[Path, str], Iterator[str]]] = {
+        "text": _read_text, "json lines": _read_json_lines, "json": _read_json, "parquet": _read_parquet,
+        "csv": partial(_read_csv, dialect="excel"), "tsv": partial(_read_csv, dialect="excel-tab"),
+    }  # fmt: skip
+    return readers[format_of(path)](path, field)
 
 
-def decode_text(content: bytes, where: str) -> str:
-    """Decode UTF-8 without a byte-order mark; ``where`` names the content in errors."""
-    return _decode(content, where).removeprefix(BYTE_ORDER_MARK)
-
-
-def _decode(content: bytes, where: str) -> str:
+def decode_text(content: bytes, where: str, *, begins: bool = True) -> str:
+    """Decode UTF-8 that ``begins`` a text, where a byte-order mark is left out; ``where`` names it in errors."""
     zero = content.find(0)
     if zero >= 0:
         raise _binary(where, "a NUL byte", zero)
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _binary(where, f"the invalid byte 0x{content[error.start]:02x}", error.start) from error
+    return text.removeprefix(BYTE_ORDER_MARK) if begins else text
 
 
 def _binary(where: str, found: str, offset: int) -> ValueError:
@@ -195,7 +171,7 @@ def _binary(where: str, found: str, offset: int) -> ValueError:
     )
 
 
-def _read_text(path: Path) -> Iterator[str]:
+def _read_text(path: Path, field: str) -> Iterator[str]:
     yield decode_text(b"".join(read_pieces(path)), str(path))
 
 
@@ -318,8 +294,7 @@ def _csv_lines(path: Path) -> Iterator[str]:
     for number, content in enumerate(_split_lines(read_pieces(path)), start=1):
         if line is not None:
             yield line + "\n"
-        where = f"{path}, line {number},"
-        line = decode_text(content, where) if number == 1 else _decode(content, where)
+        line = decode_text(content, f"{path}, line {number},", begins=number == 1)
     if line:
         yield line
 

@@ -32,13 +32,12 @@ from gecko.data.packing import (
     held_out_count,
     permutation,
     token_dtype,
-)
+)  # fmt: skip
 from gecko.data.tokenizers import Tokenizer
 from gecko.io.files import has_digest, inner_name, parse_object
 from gecko.records import build, check
 
-MANIFEST = "manifest.json"
-FORMAT = "gecko-shards-1"
+MANIFEST, FORMAT = "manifest.json", "gecko-shards-1"
 SUFFIXES = (".ds", ".ds.index", ".ds.bytes")
 COUNT_BYTES = 8
 """Size of a number in ``.ds.index`` and ``.ds.bytes``."""
@@ -111,16 +110,15 @@ class Manifest:
     def to_json(self) -> str:
         counted = ("documents", "tokens", "text_bytes")
         totals = {name: sum(getattr(shard, name) for shard in self.shards) for name in counted}
-        return json.dumps({"format": FORMAT, "dtype": self.tokenizer.dtype.name, **totals, **dataclasses.asdict(self)},
-                          indent=1)  # fmt: skip
+        fields = {"format": FORMAT, "dtype": self.tokenizer.dtype.name, **totals, **dataclasses.asdict(self)}
+        return json.dumps(fields, indent=1)
 
 
 OPEN_FILES = 256
 """Files of shards that are mapped at a time. Each counts as an open file, of which a process may usually have 1,024."""
-MapFile = Callable[[Path, np.dtype[Any]], NDArray[Any]]
 
 
-def _file_maps() -> MapFile:
+def _file_maps() -> Callable[[Path, np.dtype[Any]], NDArray[Any]]:
     """Return a function that maps a file, and keeps the ``OPEN_FILES`` maps that were used last."""
     return lru_cache(maxsize=OPEN_FILES)(partial(np.memmap, mode="r"))
 
@@ -132,7 +130,7 @@ class Shard:
     folder: Path
     record: ShardRecord
     dtype: np.dtype[Any]
-    maps: MapFile = field(default_factory=_file_maps, repr=False, compare=False)
+    maps: Callable[[Path, np.dtype[Any]], NDArray[Any]] = field(default_factory=_file_maps, repr=False, compare=False)
     """Maps the files; shared by the shards of a folder."""
 
     @property
@@ -234,8 +232,7 @@ class ShardFolder:
         """
         with ThreadPoolExecutor(VERIFYING_THREADS) as pool:
             check = partial(Shard.check_digests, vocab_size=self.tokenizer.vocab_size, stamped=stamped)
-            for _ in pool.map(check, self.shards[rank::ranks]):
-                pass
+            list(pool.map(check, self.shards[rank::ranks]))
 
 
 def is_shard_folder(source: str) -> bool:
@@ -278,23 +275,23 @@ class SplitShards:
     """
 
     def __init__(self, folder: ShardFolder, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> None:
-        self.seed, self.layout = seed, layout
-        self.held_out, self.training, self.divided = list[ShardSlice](), list[ShardSlice](), 0
+        self.seed, self.layout, self.digest = seed, layout, folder.digest
+        held_out, training, self.divided = list[ShardSlice](), list[ShardSlice](), 0
         for run, tail in _held_out_runs(folder, validation_fraction, seed, layout):
             shard, end = run.shard, run.end
-            held_out, training = [run], [ShardSlice(shard, 0, run.begin)]
+            held_out.append(run)
+            training.append(ShardSlice(shard, 0, run.begin))
             if tail:
                 end, self.divided = end + 1, self.divided + 1
                 held_out.append(ShardSlice(shard, run.end, end, skip=ShardSlice(shard, run.end, end).tokens - tail))
                 training.append(ShardSlice(shard, run.end, end, cut=tail - 1))
             training.append(ShardSlice(shard, end, shard.record.documents))
-            self.held_out += [part for part in held_out if part.begin < part.end]
-            self.training += [part for part in training if part.begin < part.end]
+        self.held_out = [part for part in held_out if part.begin < part.end]
+        self.training = [part for part in training if part.begin < part.end]
         self.documents = sum(part.end - part.begin for part in self.training)
         self.tokens = sum(part.tokens for part in self.training)
         self.held_out_documents = sum(run.end - run.begin for run in self.held_out)
         self.held_out_tokens = sum(run.tokens for run in self.held_out)
-        self.digest = folder.digest
 
     def rows(self, sequence_length: int) -> ShardedRows:
         return ShardedRows(self, sequence_length)
@@ -302,11 +299,10 @@ class SplitShards:
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens of the held-out documents in random order, in memory."""
         before = np.cumsum([0, *(run.end - run.begin for run in self.held_out)])
-        order = Shuffle.of(self.held_out_documents, self.seed, HELD_OUT_ORDER)
+        order = Shuffle(self.held_out_documents, self.seed, HELD_OUT_ORDER)
         documents: list[NDArray[np.unsignedinteger]] = []
         count = 0
-        for index in range(self.held_out_documents):
-            place = order[index]
+        for place in map(order.__getitem__, range(self.held_out_documents)):
             which = int(np.searchsorted(before, place, side="right")) - 1
             run = self.held_out[which]
             document = run.begin + place - int(before[which])
@@ -329,30 +325,22 @@ class ShardedRows:
     """
 
     def __init__(self, split: SplitShards, sequence_length: int) -> None:
-        self.sequence_length = sequence_length
         whole = rows_in(split.tokens, sequence_length)
         self.rows_per_epoch = whole if split.layout == 1 else -(-(split.tokens - 1) // sequence_length)
-        self._end = split.tokens
-        self._ranges = split.training
+        self.sequence_length, self.documents = sequence_length, split.documents
+        self._seed, self._ranges = split.seed, split.training
         self._borders = np.cumsum([0, *(part.tokens for part in split.training)])
         self._first_documents = np.cumsum([0, *(part.end - part.begin for part in split.training)])
-        self.documents = split.documents
-        self._seed = split.seed
 
     def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
-        place = Shuffle.of(self.rows_per_epoch, self._seed, FIRST_EPOCH + epoch)[row]
+        place = Shuffle(self.rows_per_epoch, self._seed, FIRST_EPOCH + epoch)[row]
         return numbered_from_zero(self.ordered_row(epoch, place))
 
     def ordered_row(self, epoch: int, place: int) -> Row:
         """Return the row at ``place`` of the order in which the documents were written, the same in every epoch."""
-        begin = place * self.sequence_length
-        tokens, segments = self._read(begin, min(begin + self.sequence_length + 1, self._end))
-        return make_row(tokens, segments, self.sequence_length)
-
-    def _read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens ``begin`` to ``end`` − 1 of all ranges, and the indices of their documents among all."""
-        tokens, segments = [], []
+        begin, tokens, segments = place * self.sequence_length, [], []
+        end = min(begin + self.sequence_length + 1, int(self._borders[-1]))
         which = int(np.searchsorted(self._borders, begin, side="right")) - 1
         while begin < end:
             part, offset = self._ranges[which], int(self._borders[which])
@@ -362,7 +350,7 @@ class ShardedRows:
             tokens.append(ids)
             segments.append(numbers + (int(self._first_documents[which]) - part.begin))
             begin, which = stop, which + 1
-        return np.concatenate(tokens), np.concatenate(segments)
+        return make_row(np.concatenate(tokens), np.concatenate(segments), self.sequence_length)
 
 
 def _read_shard(shard: Shard, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

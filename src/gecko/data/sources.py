@@ -12,6 +12,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,31 +66,26 @@ def stdlib_files() -> list[Path]:
     """Return the ``.py`` files of the Python standard library on this machine, sorted by path, without its tests. Raise
     FileNotFoundError if this Python's library is not stored in ``.py`` files."""
     root = Path(sysconfig.get_path("stdlib"))
+    below = (path for path in _sorted_below(root, skip=NOT_STDLIB.__contains__) if path.suffix == ".py")
     # The build configuration differs from machine to machine and is not part of the library's source.
-    files = [
-        path
-        for path in _sorted_below(root, skip=NOT_STDLIB.__contains__)
-        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
-    ]
-    if not files:
-        raise FileNotFoundError(
-            f"the source {STDLIB!r} needs the standard library's .py files; got none in {root}. "
-            f"Name your own files, or use a full installation of Python."
-        )
-    return files
+    if files := [path for path in below if not path.name.startswith("_sysconfigdata")]:
+        return files
+    raise FileNotFoundError(
+        f"the source {STDLIB!r} needs the standard library's .py files; got none in {root}. "
+        f"Name your own files, or use a full installation of Python."
+    )
 
 
 def _glob_files(pattern: str) -> list[Path]:
-    matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
-    left_out = None if _LEFTOVER.fullmatch(Path(pattern).name) else _LEFTOVER
-    found = [path for path in map(Path, matches) if path.is_file() and not (left_out and left_out.fullmatch(path.name))]
-    files = sorted(found, key=Path.as_posix)
-    if not files:
+    found = [path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file()]
+    if not _LEFTOVER.fullmatch(Path(pattern).name):
+        found = [path for path in found if _LEFTOVER.fullmatch(path.name) is None]
+    if not found:
         raise FileNotFoundError(
             f"a glob must match at least one file; got {pattern!r}, which matches none. "
             f"'**' stands for any depth of folders, as in 'folder/**/*.txt'."
         )
-    return files
+    return sorted(found, key=Path.as_posix)
 
 
 def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
@@ -144,10 +140,20 @@ class SourcePart:
     """Index of this piece of the data set, and the number of pieces."""
 
     def read(self) -> Iterator[str]:
-        """Return an iterator over the documents in order; they may be empty. Errors are those of ``load_documents``."""
+        """Yield the documents in order; they may be empty. Errors are those of ``load_documents``."""
         if self.kind == "dataset":
-            return _read_dataset(self)
-        return read_file(Path(self.name), self.field) if self.kind == "file" else _read_stdlib(Path(self.name))
+            records = _open_dataset(self)
+            if self.pieces > 1:
+                records = records.shard(num_shards=self.pieces, index=self.piece)
+            where = self.name if self.pieces == 1 else f"{self.name}, piece {self.piece} of {self.pieces}"
+            for number, record in enumerate(records):
+                yield text_field(record, self.field, f"{where}, record {number},")
+        elif self.kind == "file":
+            yield from read_file(Path(self.name), self.field)
+        else:
+            # A few files of the library have other encodings. The user did not choose them, so they are left out.
+            with suppress(ValueError):
+                yield decode_text(Path(self.name).read_bytes(), self.name)
 
 
 Source = tuple[str, tuple[SourcePart, ...]]
@@ -169,23 +175,21 @@ def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str =
 def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[SourcePart, ...]:
     """Return the parts of a source without the files in ``seen``, and add its files to ``seen``."""
     if spec.startswith(HUGGING_FACE):
-        named = spec.removeprefix(HUGGING_FACE).split(":")
+        name, *rest = named = spec.removeprefix(HUGGING_FACE).split(":")
         if len(named) > 3 or not all(named):
             raise ValueError(f"a data set must be named as hf:NAME[:split] or hf:NAME:CONFIG:split; got {spec!r}.")
-        name, *rest = named
         split = rest.pop() if rest else "train"
         return (SourcePart("dataset", name, field, config=rest[0] if rest else None, split=split),)
-    files = stdlib_files() if spec == STDLIB else find_files(spec)
+    kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
     # A document that is read twice, also through a link, could be in the training and in the validation part.
     fresh = []
-    for path in files:
+    for path in stdlib_files() if spec == STDLIB else find_files(spec):
         if (real := path.resolve()) not in seen:
             seen.add(real)
             # Refuse a format now, not after hours of reading other files.
             format_of(path)
-            fresh.append(path)
-    kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
-    return tuple(SourcePart(kind, str(path), field, path.stat().st_size) for path in fresh)
+            fresh.append(SourcePart(kind, str(path), field, path.stat().st_size))
+    return tuple(fresh)
 
 
 def sample_texts(parts: Sequence[SourcePart], characters: int) -> Iterator[str]:
@@ -223,23 +227,6 @@ def _checked(sources: list[Source]) -> Iterator[str]:
 
 def empty_source(spec: str) -> ValueError:
     return ValueError(f"a source must hold at least one document with text; got {spec!r}, which is empty.")
-
-
-def _read_stdlib(path: Path) -> Iterator[str]:
-    try:
-        yield decode_text(path.read_bytes(), str(path))
-    except ValueError:
-        # A few files of the library have other encodings. The user did not choose them, so they are left out.
-        return
-
-
-def _read_dataset(part: SourcePart) -> Iterator[str]:
-    records = _open_dataset(part)
-    if part.pieces > 1:
-        records = records.shard(num_shards=part.pieces, index=part.piece)
-    where = part.name if part.pieces == 1 else f"{part.name}, piece {part.piece} of {part.pieces}"
-    for number, record in enumerate(records):
-        yield text_field(record, part.field, f"{where}, record {number},")
 
 
 def _open_dataset(part: SourcePart) -> Any:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,18 +32,22 @@ def encode_stream(
 ) -> Iterator[Tensor]:
     """Encode a text given in pieces of bytes. Yield 1-D int64 tensors that join to the ids of the whole text.
 
-    The bytes tokenizer accepts any bytes; the others accept UTF-8 only.
-
-    Args:
-        where: name of the text in errors.
-        block: number of characters that are encoded at once.
-
-    Raises:
-        ValueError: the content is not UTF-8; the message gives the offset of the byte.
+    The bytes tokenizer accepts any bytes; the others raise ValueError if the content is not UTF-8, with the name
+    ``where`` of the text and the offset of the byte. ``block`` is the number of characters that are encoded at once.
     """
     if isinstance(tokenizer, ByteTokenizer):
-        return (torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64)) for piece in content)
-    return _encode_text(tokenizer, _decode(content, where), block)
+        for piece in content:
+            yield torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64))
+        return
+    before, pending = "", ""
+    for text in _decode(content, where):
+        pending += text
+        while len(pending) >= block + CONTEXT:
+            cut = _find_border(tokenizer, before, pending, block)
+            yield _encode_after(tokenizer, before, pending[:cut])
+            before, pending = (before + pending[:cut])[-CONTEXT:], pending[cut:]
+    if pending:
+        yield _encode_after(tokenizer, before, pending)
 
 
 def document_stream(
@@ -65,47 +70,26 @@ def document_ids(tokenizer: Tokenizer, text: str, *, state: GeckoState | None = 
 
 def _decode(content: Iterable[bytes], where: str) -> Iterator[str]:
     """Yield the text without a byte-order mark."""
+
+    def refused(found: str, offset: int) -> ValueError:
+        return ValueError(
+            f"{where} must be UTF-8 text for this tokenizer; got {found} at byte offset {offset}. "
+            "Convert it to UTF-8; only models of bytes read any file."
+        )
+
     decoder = codecs.getincrementaldecoder("utf-8")()
     taken, begun = 0, False
-    for piece in content:
-        text = _decode_piece(decoder, piece, taken, where)
+    for piece in chain(content, [None]):  # None is the end
+        unfinished = len(decoder.getstate()[0])
+        if piece is not None and (zero := piece.find(0)) >= 0:
+            raise refused("a NUL byte", taken + zero)
+        try:
+            text = decoder.decode(piece or b"", final=piece is None)
+        except UnicodeDecodeError as error:
+            found = f"the invalid byte 0x{error.object[error.start]:02x}"
+            raise refused(found, taken - unfinished + error.start) from error
         yield text if begun else text.removeprefix(BYTE_ORDER_MARK)
-        taken, begun = taken + len(piece), begun or bool(text)
-    _decode_piece(decoder, b"", taken, where, final=True)
-
-
-def _decode_piece(
-    decoder: codecs.IncrementalDecoder, piece: bytes, taken: int, where: str, *, final: bool = False
-) -> str:
-    """Return the characters that ``piece``, which starts after ``taken`` bytes, completes."""
-    held = len(decoder.getstate()[0])
-    zero = piece.find(0)
-    if zero >= 0:
-        raise _binary(where, "a NUL byte", taken + zero)
-    try:
-        return decoder.decode(piece, final)
-    except UnicodeDecodeError as error:
-        found = f"the invalid byte 0x{error.object[error.start]:02x}"
-        raise _binary(where, found, taken - held + error.start) from error
-
-
-def _binary(where: str, found: str, offset: int) -> ValueError:
-    return ValueError(
-        f"{where} must be UTF-8 text for this tokenizer; got {found} at byte offset {offset}. "
-        "Convert it to UTF-8; only models of bytes read any file."
-    )
-
-
-def _encode_text(tokenizer: Tokenizer, texts: Iterable[str], block: int) -> Iterator[Tensor]:
-    before, pending = "", ""
-    for text in texts:
-        pending += text
-        while len(pending) >= block + CONTEXT:
-            cut = _find_border(tokenizer, before, pending, block)
-            yield _encode_after(tokenizer, before, pending[:cut])
-            before, pending = (before + pending[:cut])[-CONTEXT:], pending[cut:]
-    if pending:
-        yield _encode_after(tokenizer, before, pending)
+        taken, begun = taken + len(piece or b""), begun or bool(text)
 
 
 def _find_border(tokenizer: Tokenizer, before: str, text: str, block: int) -> int:
@@ -145,10 +129,7 @@ class StreamDecoder:
     """Decodes ids to text piece by piece; the pieces join to ``tokenizer.decode`` of all ids.
 
     Text is held back while it ends in an incomplete UTF-8 character. The cost per id does not depend on the length of
-    the stream.
-
-    Args:
-        goes_on: whether the ids follow other text; the first word then keeps the space of SentencePiece.
+    the stream. ``goes_on``: the ids follow other text, so the first word keeps the space of SentencePiece.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, goes_on: bool = False) -> None:

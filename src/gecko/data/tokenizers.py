@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gecko.data.byte_files import holds_byte_tokenizer
-from gecko.io.files import read_object, whole_file
+from gecko.io.files import read_object, whole_file, write_text
 from gecko.runtime.process import is_reachable, require
 
 TokenIds = NDArray[np.int64]
 
 RECIPE = "recipe.json"
 """File with the settings of the run that made a model."""
-
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+"""File names of a tokenizer; if a folder has both, ``load_tokenizer`` reads the first."""
+TEMPLATE = "chat_template.jinja"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
+"""File names of optional settings beside a tokenizer."""
 START_TOKENS = ("<s>", "<bos>", "<|begin_of_text|>")
 END_TOKENS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 """Names of the document borders in tokenizers without a configuration, the most specific first."""
@@ -61,10 +66,8 @@ class Tokenizer(Protocol):
         """Return the entry of an id in the vocabulary."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``, without special ids and ids beyond the vocabulary.
-
-        Bytes that are not UTF-8 become U+FFFD.
-        """
+        """Return the text of ``ids``, without special ids and ids beyond the vocabulary; U+FFFD for bytes that are not
+        UTF-8."""
 
 
 class ByteTokenizer:
@@ -73,8 +76,7 @@ class ByteTokenizer:
     name = digest = "bytes"
     folder: Path | None = None
     vocab_size = 257
-    document_start = 256
-    document_end = 256
+    document_start = document_end = 256
     special_ids = frozenset({256})
     special_texts: Mapping[str, int] = {"<|endoftext|>": 256}
 
@@ -101,18 +103,17 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library.
 
-    Args:
-        path: path of the ``tokenizer.json``.
-        name: see ``Tokenizer.name``.
-        config: path of the ``tokenizer_config.json`` that names the document borders, or None.
+    The ``tokenizer_config.json`` beside it may name the document borders.
     """
 
-    def __init__(self, path: Path, name: str, config: Path | None) -> None:
+    def __init__(self, path: Path, name: str) -> None:
         library = require("tokenizers", "tokenizers")
         try:
             self._tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise _unreadable(path, "a tokenizer.json of the tokenizers library", error) from error
+            raise ValueError(
+                f"{path} must be a tokenizer.json of the tokenizers library; it could not be read: {error}"
+            ) from error
         # Many published files contain settings of another use: its batches, or its training with random tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -122,7 +123,8 @@ class HuggingFaceTokenizer:
         self.folder: Path | None = path.absolute().parent
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        settings = {} if config is None else read_object(config, "a tokenizer's configuration")
+        config = path.with_name(SETTINGS[0])
+        settings = read_object(config, "a tokenizer's configuration") if config.is_file() else {}
         self.document_start, self.document_end = _find_borders(vocabulary, settings, name)
         # Without these two lines, "<|endoftext|>" quoted in a document would end the document.
         self._tokenizer.encode_special_tokens = True
@@ -132,9 +134,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.add_special_tokens([library.AddedToken(text, special=True, normalized=False) for text in texts])
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset({index for index, token in added.items() if token.special} | borders)
-        self.special_texts: Mapping[str, int] = {
-            self._tokenizer.id_to_token(index): index for index in sorted(self.special_ids)
-        }
+        named = ((self._tokenizer.id_to_token(index), index) for index in sorted(self.special_ids))
+        self.special_texts: Mapping[str, int] = dict(named)
         self.digest = _digest(path, self.document_start, self.document_end)
 
     @property
@@ -169,7 +170,7 @@ class SentencePieceTokenizer:
         try:
             self._processor = library.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
-            raise _unreadable(path, "a SentencePiece model", error) from error
+            raise ValueError(f"{path} must be a SentencePiece model; it could not be read: {error}") from error
         self.name = str(path.resolve())
         self.folder: Path | None = path.absolute().parent
         self.vocab_size = int(self._processor.get_piece_size())
@@ -201,12 +202,11 @@ class SentencePieceTokenizer:
         return [self._bytes(index) for index in range(self.vocab_size)]
 
     def _bytes(self, index: int) -> bytes:
-        piece = self._processor.id_to_piece(index)
-        if self._processor.is_byte(index):
+        piece, own = self._processor.id_to_piece(index), self._processor
+        if own.is_byte(index):
             return bytes([int(piece[3:5], 16)])
-        if self._processor.is_control(index) or self._processor.is_unknown(index) or self._processor.is_unused(index):
-            return b""
-        return piece.replace("▁", " ").encode()
+        empty = own.is_control(index) or own.is_unknown(index) or own.is_unused(index)
+        return b"" if empty else piece.replace("▁", " ").encode()
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -224,11 +224,28 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec).expanduser()
     path = _file_in(path) if path.is_dir() else path
+    if path.is_file() and path.suffix == ".model":
+        return SentencePieceTokenizer(path)
     if path.is_file():
-        return SentencePieceTokenizer(path) if path.suffix == ".model" else _from_json(path)
+        of_bytes = path.name == TOKENIZERS[0] and holds_byte_tokenizer(path.parent)
+        return ByteTokenizer() if of_bytes else HuggingFaceTokenizer(path, str(path.resolve()))
+    choices = (
+        f"a tokenizer must be {ByteTokenizer.name!r}, the path of a tokenizer.json, of its folder or of a "
+        "SentencePiece .model, or a name on the Hugging Face hub"
+    )
     if path.is_absolute() or path.suffix in (".json", ".model") or spec.startswith((".", "~")) or len(path.parts) > 2:
-        raise FileNotFoundError(f"{_choices()}; got {spec!r}, which does not exist.")
-    return _from_hub(spec)
+        raise FileNotFoundError(f"{choices}; got {spec!r}, which does not exist.")
+    if difflib.get_close_matches(spec, [ByteTokenizer.name], cutoff=0.8):
+        raise FileNotFoundError(f"{choices}; got {spec!r}. Did you mean {ByteTokenizer.name!r}?")
+    hub = require("huggingface_hub", "tokenizers")
+    try:
+        path = _fetch(hub, spec, TOKENIZERS[0])
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{choices}; got {spec!r}, which could not be fetched: {error}") from error
+    for file in (TEMPLATE, SETTINGS[0]):  # the hub's library stores them beside it
+        with suppress(require("huggingface_hub.errors", "tokenizers").EntryNotFoundError):
+            _fetch(hub, spec, file)
+    return HuggingFaceTokenizer(path, spec)
 
 
 def known_tokenizer(folder: Path) -> str | None:
@@ -238,9 +255,7 @@ def known_tokenizer(folder: Path) -> str | None:
     """
     if holds_tokenizer(folder):
         return ByteTokenizer.name if holds_byte_tokenizer(folder) else str(folder)
-    if not (folder / RECIPE).is_file():
-        return None
-    data = read_object(folder / RECIPE, "a recipe").get("data")
+    data = read_object(folder / RECIPE, "a recipe").get("data") if (folder / RECIPE).is_file() else None
     name = data.get("tokenizer") if isinstance(data, dict) else None
     return name if isinstance(name, str) else None
 
@@ -272,33 +287,6 @@ def _file_in(folder: Path) -> Path:
     raise FileNotFoundError(f"a tokenizer's folder must hold tokenizer.json or tokenizer.model; {folder} has {found}.")
 
 
-def _from_json(path: Path) -> Tokenizer:
-    if path.name == "tokenizer.json" and holds_byte_tokenizer(path.parent):
-        return ByteTokenizer()
-    config = path.with_name("tokenizer_config.json")
-    return HuggingFaceTokenizer(path, str(path.resolve()), config if config.is_file() else None)
-
-
-def _from_hub(name: str) -> Tokenizer:
-    if difflib.get_close_matches(name, [ByteTokenizer.name], cutoff=0.8):
-        raise FileNotFoundError(f"{_choices()}; got {name!r}. Did you mean {ByteTokenizer.name!r}?")
-    hub = require("huggingface_hub", "tokenizers")
-    try:
-        path = _fetch(hub, name, "tokenizer.json")
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{_choices()}; got {name!r}, which could not be fetched: {error}") from error
-    _fetch_beside(hub, name, "chat_template.jinja")
-    return HuggingFaceTokenizer(path, name, _fetch_beside(hub, name, "tokenizer_config.json"))
-
-
-def _fetch_beside(hub: Any, name: str, file: str) -> Path | None:
-    """Fetch an optional file of a tokenizer, which the hub's library stores beside the others; None if it has none."""
-    try:
-        return _fetch(hub, name, file)
-    except require("huggingface_hub.errors", "tokenizers").EntryNotFoundError:
-        return None
-
-
 def _fetch(hub: Any, name: str, file: str) -> Path:
     """Return a file of the hub, from its cache if it is there.
 
@@ -314,19 +302,7 @@ def _fetch(hub: Any, name: str, file: str) -> Path:
 
 
 def _digest(path: Path, document_start: int, document_end: int) -> str:
-    borders = f"{document_start} {document_end} ".encode()
-    return hashlib.sha256(borders + path.read_bytes()).hexdigest()
-
-
-def _choices() -> str:
-    return (
-        f"a tokenizer must be {ByteTokenizer.name!r}, the path of a tokenizer.json, of its folder or of a "
-        f"SentencePiece .model, or a name on the Hugging Face hub"
-    )
-
-
-def _unreadable(path: Path, kind: str, error: Exception) -> ValueError:
-    return ValueError(f"{path} must be {kind}; it could not be read: {error}")
+    return hashlib.sha256(f"{document_start} {document_end} ".encode() + path.read_bytes()).hexdigest()
 
 
 def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str) -> tuple[int, int]:
@@ -352,12 +328,6 @@ def _pair(start: int | None, end: int | None, name: str) -> tuple[int, int]:
     return (known if start is None else start), known
 
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-"""File names of a tokenizer; if a folder has both, ``load_tokenizer`` reads the first."""
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""File names of optional settings beside a tokenizer."""
-
-
 def holds_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZERS)
 
@@ -379,3 +349,54 @@ def copy_tokenizer(spec: str, folder: Path) -> None:
             shutil.copyfile(path, temporary)
     for name in {*TOKENIZERS, *SETTINGS} - files.keys():
         (folder / name).unlink(missing_ok=True)
+
+
+_BORDER, _PADDING = "<|endoftext|>", "<|pad|>"
+"""Names, for transformers, of 256, which starts and ends a document, and of 257, which pads."""
+
+
+def byte_definition() -> str:
+    """Return the ``tokenizer.json`` of the tokenizer of bytes, in which a text starts with 256."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # A byte without a sign of its own is written as one after U+00FF, as in every tokenizer of this kind.
+    signs = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    start, first, second = (
+        {"SpecialToken": {"id": _BORDER, "type_id": 0}}, *({"Sequence": {"id": x, "type_id": 0}} for x in "AB")
+    )  # fmt: skip
+    fields = {
+        "version": "1.0",
+        "added_tokens": [{"id": 256 + i, "content": text, **plain} for i, text in enumerate((_BORDER, _PADDING))],
+        "pre_tokenizer": byte_level,
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [start, first], "pair": [start, first, second],
+            "special_tokens": {_BORDER: {"id": _BORDER, "ids": [256], "tokens": [_BORDER]}},
+        },
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": dict(sorted(signs.items(), key=lambda entry: entry[1])), "merges": []},
+    }  # fmt: skip
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def byte_settings(*, chat: bool) -> dict[str, Any]:
+    """Return its settings for transformers; with ``chat``, a text may name special tokens, as chat templates do."""
+    return {
+        "bos_token": _BORDER, "eos_token": _BORDER, "pad_token": _PADDING, "padding_side": "left",
+        "split_special_tokens": not chat, "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }  # fmt: skip
+
+
+def write_byte_tokenizer(folder: Path, *, chat: bool) -> None:
+    """Write the files by which transformers opens the tokenizer of bytes to ``folder``, each atomically."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **byte_settings(chat=chat)}
+    for name, text in (TOKENIZERS[0], byte_definition()), (SETTINGS[0], json.dumps(settings, indent=2) + "\n"):
+        write_text(folder / name, text)
+
+
+def holds_byte_tokenizer(folder: Path) -> bool:
+    """Return whether ``folder`` has the ``tokenizer.json`` that ``write_byte_tokenizer`` writes."""
+    path = folder / TOKENIZERS[0]
+    return path.is_file() and path.read_bytes() == byte_definition().encode()

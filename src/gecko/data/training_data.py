@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +31,11 @@ class MixedRows:
     """
 
     def __init__(self, sources: Sequence[Rows], weights: Sequence[float], seed: int) -> None:
-        self.counts = block_counts(weights)
-        self._sources = list(sources)
+        self.counts, self._sources = block_counts(weights), list(sources)
         self._block = lru_cache(maxsize=2)(lambda block: _order(self.counts, seed, block))
+        shares = zip(sources, self.counts, strict=True)
         # Number of rows before the first source starts again.
-        self.rows_per_epoch = min(
-            rows.rows_per_epoch * BLOCK // count for rows, count in zip(sources, self.counts, strict=True)
-        )
+        self.rows_per_epoch = min(rows.rows_per_epoch * BLOCK // count for rows, count in shares)
 
     def row(self, index: int) -> Row:
         source, own_index = self.origin(index)
@@ -78,10 +76,8 @@ def _apportioned(weights: Sequence[float], total: int) -> list[int]:
         raise ValueError(f"the weight of a source must be a number above 0; got {list(weights)}.")
     shares = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in shares]
-    by_remainder = sorted(
-        range(len(shares)), key=lambda source: (not 0.5 <= shares[source] < 1, counts[source] - shares[source])
-    )
-    for source in by_remainder[: total - sum(counts)]:
+    order = sorted(range(len(shares)), key=lambda n: (not 0.5 <= shares[n] < 1, counts[n] - shares[n]))
+    for source in order[: total - sum(counts)]:
         counts[source] += 1
     return counts
 
@@ -103,8 +99,7 @@ class SplitDocuments:
 
     def __init__(self, corpus: TokenizedCorpus, request: DataRequest) -> None:
         self._training, self._held_out = corpus.split(request.validation_fraction, request.seed, request.layout)
-        self._seed = request.seed
-        self.digest = corpus.digest()
+        self._seed, self.digest = request.seed, corpus.digest()
         self.documents, self.tokens = len(self._training), self._training.num_tokens
         self.held_out_documents, self.held_out_tokens = len(self._held_out), self._held_out.num_tokens
         self.divided = len(self._training) + len(self._held_out) - len(corpus)
@@ -115,6 +110,8 @@ class SplitDocuments:
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
         return self._held_out.head(max_tokens)
 
+
+Split = SplitDocuments | SplitShards
 
 VALIDATION_SEED = 0
 """Seed of the order of documents in a separate validation source: the same for every seed of a run."""
@@ -159,11 +156,8 @@ class TrainingData:
     """Number of held-out documents that are the ends of documents that are trained on."""
 
     def loader(self, batch_size: int, *, parts: int = 1) -> Loader:
-        """Return a loader of batches, each divided into ``parts`` equal groups of rows, one for each rank.
-
-        Raises:
-            ValueError: a batch would contain a row twice.
-        """
+        """Return a loader of batches, each divided into ``parts`` equal groups of rows, one for each rank. Raise
+        ValueError if a batch would contain a row twice."""
         if self.rows.rows_per_epoch < batch_size:
             raise ValueError(
                 f"one batch takes {batch_size} rows and {self.name} has {self.rows.rows_per_epoch} before the first "
@@ -174,12 +168,7 @@ class TrainingData:
 
 
 def read_sources(
-    source: str,
-    sources: Sequence[str],
-    tokenizer: Tokenizer,
-    request: DataRequest,
-    *,
-    validation: str | None = None,
+    source: str, sources: Sequence[str], tokenizer: Tokenizer, request: DataRequest, *, validation: str | None = None
 ) -> dict[str, Corpus | CorpusShare]:
     """Return the sources by name: folders of shards, and texts, which are tokenized into memory.
 
@@ -239,48 +228,39 @@ def open_training_data(
     training = _open_training(source, mixture, corpora, replace(request, validation_fraction=0))
     rest = _split(corpora[validation], replace(request, validation_fraction=1, seed=VALIDATION_SEED))
     return replace(
-        training,
-        held_out_documents=rest.held_out_documents,
-        held_out_tokens=rest.held_out_tokens,
-        held_out=rest.held_out_corpus,
-        digest=_joined_digest([training.digest, rest.digest]),
-    )
+        training, held_out_documents=rest.held_out_documents, held_out_tokens=rest.held_out_tokens,
+        held_out=rest.held_out_corpus, digest=_joined_digest([training.digest, rest.digest]),
+    )  # fmt: skip
 
 
 def _open_training(
     source: str, mixture: Sequence[tuple[str, float]], corpora: Mapping[str, Corpus], request: DataRequest
 ) -> TrainingData:
-    if not mixture:
-        split = _split(corpora[source], request)
-        own: OrderedRows = split.rows(request.sequence_length)
-        return _described(source, split, own if request.lanes is None else LaneRows(own, request.lanes, request.seed))
-    weights = [weight for _, weight in mixture]
-    splits = [_split(corpora[name], request) for name, _ in mixture]
+    names, weights = zip(*(mixture or [(source, 1.0)]), strict=True)
+    splits = [_split(corpora[name], request) for name in names]
     parts: list[OrderedRows] = [split.rows(request.sequence_length) for split in splits]
-    rows: Rows = MixedRows(parts, weights, request.seed)
+    rows: Rows = parts[0]
+    held_out: Callable[[int], TokenizedCorpus] = splits[0].held_out_corpus
+    name, digest = source, splits[0].digest
+    if mixture:
+        rows = mixed = MixedRows(parts, weights, request.seed)
+        name = ", ".join(f"{name} ({count}/{BLOCK})" for name, count in zip(names, mixed.counts, strict=True))
+        held_out = partial(_mixed_held_out, splits, mixed.counts)
+        digest = _joined_digest([split.digest for split in splits])
     if request.lanes is not None:
-        lanes = lane_counts(weights, request.lanes)
-        rows = MixedLanes([LaneRows(part, count, request.seed) for part, count in zip(parts, lanes, strict=True)])
-    opened = [_described(name, split, part) for (name, _), split, part in zip(mixture, splits, parts, strict=True)]
-    shares = list(zip(opened, block_counts(weights), strict=True))
-    return TrainingData(
-        name=", ".join(f"{data.name} ({count}/{BLOCK})" for data, count in shares),
-        rows=rows,
-        documents=sum(data.documents for data in opened),
-        tokens=sum(data.tokens for data in opened),
-        held_out_documents=sum(data.held_out_documents for data in opened),
-        held_out_tokens=sum(data.held_out_tokens for data in opened),
-        held_out=lambda most: _mixed_held_out(shares, most),
-        digest=_joined_digest([data.digest for data in opened]),
-        divided=sum(data.divided for data in opened),
-    )
+        lanes = zip(parts, lane_counts(weights, request.lanes), strict=True)
+        rows = MixedLanes([LaneRows(part, count, request.seed) for part, count in lanes])
+    counted = ("documents", "tokens", "held_out_documents", "held_out_tokens", "divided")
+    totals = {field: sum(getattr(split, field) for split in splits) for field in counted}
+    return TrainingData(name, rows, held_out=held_out, digest=digest, **totals)
 
 
-def _mixed_held_out(shares: Sequence[tuple[TrainingData, int]], most: int) -> TokenizedCorpus:
+def _mixed_held_out(splits: Sequence[Split], counts: Sequence[int], most: int) -> TokenizedCorpus:
     """Join held-out documents in the mixture's proportions, at most ``most`` tokens or what the sources allow."""
-    held = [data.held_out_tokens * BLOCK // count for data, count in shares]
+    shares = list(zip(splits, counts, strict=True))
+    held = [split.held_out_tokens * BLOCK // count for split, count in shares]
     most = min(most, *held)
-    parts = [data.held_out(max(2, -(-most * count // BLOCK))) for data, count in shares]
+    parts = [split.held_out_corpus(max(2, -(-most * count // BLOCK))) for split, count in shares]
     return TokenizedCorpus.joined([part.document(index) for part in parts for index in range(len(part))])
 
 
@@ -295,14 +275,7 @@ def parse_source(item: str) -> tuple[str, float]:
     raise ValueError(f"data.sources must read SOURCE=WEIGHT, separated by commas, as web=0.7,books=0.3; got {item!r}.")
 
 
-def _described(source: str, split: SplitDocuments | SplitShards, rows: Rows) -> TrainingData:
-    return TrainingData(
-        source, rows, split.documents, split.tokens, split.held_out_documents, split.held_out_tokens,
-        split.held_out_corpus, split.digest, split.divided,
-    )  # fmt: skip
-
-
-def _split(corpus: Corpus, request: DataRequest) -> SplitDocuments | SplitShards:
+def _split(corpus: Corpus, request: DataRequest) -> Split:
     if isinstance(corpus, ShardFolder):
         return SplitShards(corpus, request.validation_fraction, request.seed, request.layout)
     return SplitDocuments(corpus, request)

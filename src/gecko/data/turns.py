@@ -10,6 +10,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -39,10 +40,10 @@ def _parameters(value: Any, name: str, texts: bool) -> dict[str, Any]:
 
 
 def _arguments(value: Any, name: str, texts: bool) -> dict[str, Any]:
-    try:
-        found = json.loads(value) if isinstance(value, str) and len(value) <= MAX_JSON else value
-    except (ValueError, RecursionError):
-        found = None
+    found = value
+    if isinstance(value, str) and len(value) <= MAX_JSON:
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
     if not isinstance(found, dict):
         rule = f"must be a JSON object, or the text of one of at most {MAX_JSON:,} characters"
         raise FieldError(f"{name} {rule}; got {reprlib.repr(value)}", name)
@@ -199,9 +200,8 @@ def linked(turns: Sequence[Turn], name: str, known: Mapping[str, str] | None = M
     for place, turn in enumerate(turns):
         if turn.role == "tool":
             if known is not None and turn.call_id not in names:
-                field = f"{name}.{place}.tool_call_id"
-                rule = "must be the id of a call in an earlier message"
-                raise FieldError(f"{field} {rule}; got {reprlib.repr(turn.call_id)}", field)
+                field, got = f"{name}.{place}.tool_call_id", reprlib.repr(turn.call_id)
+                raise FieldError(f"{field} must be the id of a call in an earlier message; got {got}", field)
             turn = turn._replace(name=turn.name or names.get(turn.call_id, ""))
         names |= {call.id: call.name for call in turn.calls}
         found.append(turn)
@@ -276,12 +276,9 @@ def plain_turns(turns: Sequence[Turn], functions: Sequence[Function]) -> list[Tu
                 result = f"{found.pop().content}\n{result}"
             found.append(Turn("user", result))
         else:
-            calls = map(_plain_call, turn.calls)
+            objects = [{"name": call.name, PLAIN_FORM.arguments: call.arguments} for call in turn.calls]
+            written = (json.dumps(one, ensure_ascii=False) for one in objects)
+            calls = [f"{PLAIN_FORM.opening}{text}{PLAIN_FORM.closing}" for text in written]
             found.append(Turn(turn.role, "\n".join(filter(None, [turn.content, *calls])), turn.learned))
         follows = turn.role == "tool"
     return found
-
-
-def _plain_call(call: FunctionCall) -> str:
-    written = json.dumps({"name": call.name, PLAIN_FORM.arguments: call.arguments}, ensure_ascii=False)
-    return f"{PLAIN_FORM.opening}{written}{PLAIN_FORM.closing}"

@@ -16,8 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from gecko.data.byte_files import byte_definition, byte_settings
-from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from gecko.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, byte_definition, byte_settings
 from gecko.data.tokenizers import Tokenizer as ModelTokenizer
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.modeling import GeckoForCausalLM

@@ -13,12 +13,10 @@ from pathlib import Path
 from gecko.io.files import Record, inner_name, parse_object
 from gecko.io.model_folder import WEIGHTS, check_one_model, weight_files
 
-MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"
-"""Name of the folder with the checkpoints in the folder of a run."""
-SHARDS = "shards"
-"""Name of the folder with the parts that several ranks wrote, in the folder of a checkpoint."""
-PREFIX = "step-"
+MANIFEST, PREFIX = "manifest.json", "step-"
+CHECKPOINTS, SHARDS = "checkpoints", "shards"
+"""Folder of the checkpoints in that of a run, and of the parts that several ranks wrote in that of a checkpoint."""
+_REMEDY = "Use an older checkpoint, or copy this one again."
 
 Entries = dict[str, dict[str, str | int]]
 """Size and SHA-256 of each file, by its path in the checkpoint."""
@@ -49,8 +47,7 @@ def verify_files(path: Path, part: int = 0, parts: int = 1) -> None:
             raise FileNotFoundError(f"{file} must be there, as {path / MANIFEST} lists it. {_REMEDY}")
         if file.stat().st_size != entry["bytes"]:
             raise ValueError(f"{file} must be {entry['bytes']} bytes; got {file.stat().st_size}. {_REMEDY}")
-        found = sha256(file)
-        if found != entry["sha256"]:
+        if (found := sha256(file)) != entry["sha256"]:
             raise ValueError(f"{file} is damaged: its sha256 must be {entry['sha256']}; got {found}. {_REMEDY}")
 
 
@@ -60,9 +57,8 @@ def read_manifest(path: Path) -> Entries:
         raise FileNotFoundError(f"{manifest} must be there; {path} is no finished checkpoint. {_REMEDY}")
 
     def parse(content: Record) -> Entries:
-        files = content["files"].items()
-        entries = {inner_name(name): entry for name, entry in files}
-        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in entries.items()}
+        entries = content["files"].items()
+        return {inner_name(name): {"bytes": int(x["bytes"]), "sha256": str(x["sha256"])} for name, x in entries}
 
     return parse_object(manifest, "the checkpoint's files with size and sha256", parse)
 
@@ -107,11 +103,9 @@ def skipped(path: Path, fault: str) -> str:
 def model_folder(folder: str | Path) -> Path:
     """Return the folder of a model's files: for a training run its newest undamaged checkpoint, else ``folder`` itself.
 
-    The name of a shipped model stands for its folder, if no model or run here has this name.
-
-    Raises:
-        FileNotFoundError: a run has no checkpoint yet, or several ranks wrote the checkpoint in parts.
-        ValueError: all checkpoints of a run are damaged, or it also holds the files of another model.
+    The name of a shipped model stands for its folder, if no model or run here has this name. Raise FileNotFoundError if
+    a run has no checkpoint yet, or several ranks wrote the checkpoint in parts, ValueError if all checkpoints of a run
+    are damaged, or it also holds the files of another model.
     """
     given = shipped_folder(folder) or Path(folder).expanduser()
     run = given / CHECKPOINTS
@@ -125,9 +119,6 @@ def model_folder(folder: str | Path) -> Path:
             f"Join them: gecko consolidate {given}"
         )
     return found
-
-
-_REMEDY = "Use an older checkpoint, or copy this one again."
 
 
 def sha256(path: Path) -> str:

@@ -15,8 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,15 +24,17 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; if the block succeeds, flush that file to disk and rename it to ``path``.
 
     A symbolic link stays, and its target is replaced. An existing file keeps its mode; a new one gets the default mode.
-
-    Raises:
-        FileExistsError: ``path`` exists and is not a regular file.
-        OSError: writing failed; the file at ``path`` is unchanged.
+    Raise FileExistsError if ``path`` exists and is not a regular file, OSError if writing failed: the file at ``path``
+    is unchanged then.
     """
     check_replaceable(path)
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary, mode = _create_beside(target)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    known = target.stat().st_mode if target.exists() else None
+    # Python can read the umask only by setting it, for all threads; so a new file shows which mode it gives.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if known is None else 0o600))
+    mode = stat.S_IMODE(temporary.stat().st_mode if known is None else known)
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -89,15 +89,6 @@ def check_replaceable(path: Path) -> None:
         raise FileExistsError(
             f"{path} must be a file, or the name of a new one; it is a folder, a device or a pipe. Choose another path."
         )
-
-
-def _create_beside(path: Path) -> tuple[Path, int]:
-    """Create an empty file in the folder of ``path``; return it and the mode that it must have when it is renamed."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    known = path.stat().st_mode if path.exists() else None
-    # Python can read the umask only by setting it, for all threads; so a new file shows which mode it gives.
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if known is None else 0o600))
-    return temporary, stat.S_IMODE(temporary.stat().st_mode if known is None else known)
 
 
 T = TypeVar("T")
@@ -169,67 +160,44 @@ def fitting(path: str | Path, what: str, parse: Callable[[], T]) -> T:
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A damaged line of a JSON Lines file."""
-
-    path: Path
-    line: int
-    """Counted from 1."""
-    reason: str
-    torn: bool
-    """Whether it is the last line and has no line end, because a process was killed while it wrote."""
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}, must be {self.reason}"
-
-
 def read_lines(path: Path, fields: Collection[str] = ()) -> list[Record]:
     """Return the records of a file in order, without a torn last line; none if the file does not exist.
 
     Raise OSError if the file cannot be read, ValueError if another line is damaged; the message names it. Every record
     must have the names in ``fields``.
     """
-    records, faults = examine_lines(path, fields)
-    for fault in faults:
-        if not fault.torn:
-            raise ValueError(f"{fault}. Delete the line, or restore the file from a copy.")
+    records, damaged = _examine_lines(path, fields)
+    if damaged:
+        raise ValueError(f"{damaged[0]}. Delete the line, or restore the file from a copy.")
     return records
 
 
-def examine_lines(path: Path, fields: Collection[str] = ()) -> tuple[list[Record], list[Fault]]:
-    """Return the records of a file in order, and its damaged lines; nothing if the file does not exist."""
+def _examine_lines(path: Path, fields: Collection[str]) -> tuple[list[Record], list[str]]:
+    """Return the records of a file in order, and what is wrong with each damaged line; none if there is no file."""
     records: list[Record] = []
-    faults: list[Fault] = []
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    damaged: list[str] = []
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, start=1):
-        # After the last line end there is nothing, or a torn line.
-        if number == len(lines) and not line:
-            continue
-        record, reason = _parse(line, fields)
-        if record is not None:
+        record: Any = None
+        reason = ""
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            reason = f"a JSON object; {error}"
+        if not reason and not isinstance(record, dict):
+            reason = f"a JSON object; got a {type(record).__name__}"
+        elif not reason and (missing := [name for name in fields if name not in record]):
+            reason = f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
+        if not reason:
             records.append(record)
-        else:
-            faults.append(Fault(path, number, reason, torn=number == len(lines)))
-    return records, faults
+        # After the last line end there is nothing, or a torn line: a process was killed while it wrote.
+        elif number < len(lines):
+            damaged.append(f"{path}, line {number}, must be {reason}")
+    return records, damaged
 
 
 def as_lines(records: Collection[Record]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
-
-
-def _parse(line: bytes, fields: Collection[str]) -> tuple[Record | None, str]:
-    """Return the record, or None and the rule that the line breaks."""
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        return None, f"a JSON object; {error}"
-    if not isinstance(record, dict):
-        return None, f"a JSON object; got a {type(record).__name__}"
-    missing = [name for name in fields if name not in record]
-    if missing:
-        return None, f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
-    return record, ""
 
 
 def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
@@ -239,21 +207,16 @@ def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
     line, which a killed process leaves, is dropped without a warning: its record was never complete. Every record must
     have the names in ``fields``.
     """
-    records, faults = examine_lines(path, fields)
-    damaged = [fault for fault in faults if not fault.torn]
+    records, damaged = _examine_lines(path, fields)
+    content = path.read_bytes() if path.exists() else b""
     if damaged:
         before = path.with_name(f"{path.name}.damaged")
         with whole_file(before) as temporary:
-            temporary.write_bytes(path.read_bytes())
+            temporary.write_bytes(content)
         for fault in damaged:
             warnings.warn(f"{fault}. The line is dropped; the file as it was is {before}", stacklevel=2)
-    if faults or (path.exists() and not _ends_a_line(path)):
+    if damaged or (content and not content.endswith(b"\n")):
         write_text(path, as_lines(records))
-
-
-def _ends_a_line(path: Path) -> bool:
-    content = path.read_bytes()
-    return not content or content.endswith(b"\n")
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -269,22 +232,18 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        _lock(file, path, wait)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise ValueError(
+                f"one process at a time may work in {path.parent}; another one is at work there and holds {path.name}. "
+                "Wait for it, or choose another --out."
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(f"{path} cannot be locked ({error.strerror}): run one process at a time there", stacklevel=3)
         yield
-
-
-def _lock(file: TextIOWrapper, path: Path, wait: bool) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError as error:
-        raise ValueError(
-            f"one process at a time may work in {path.parent}; another one is at work there and holds {path.name}. "
-            "Wait for it, or choose another --out."
-        ) from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        warnings.warn(f"{path} cannot be locked ({error.strerror}): run one process at a time there", stacklevel=2)
 
 
 _STAMPS = ".verified"
@@ -300,27 +259,16 @@ def has_digest(path: Path, digest: str, *, stamped: bool, and_holds: Callable[[]
     written: its size and the times of its last change of content and of metadata. No program can set the latter back,
     so a stamp does not fit a file that was replaced or written to.
     """
-    stamp, wanted = path.parent / _STAMPS / f"{path.name}.json", _identity(path, digest)
-    if stamped and _read_stamp(stamp) == wanted:
-        return True
+    stamp, found = path.parent / _STAMPS / f"{path.name}.json", path.stat()
+    wanted = {"sha256": digest, "size": found.st_size, "modified": found.st_mtime_ns, "changed": found.st_ctime_ns}
+    with contextlib.suppress(OSError, ValueError):  # without a stamp, or with a damaged one
+        if stamped and parse_json(stamp.read_bytes()) == wanted:
+            return True
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest or not and_holds():
             return False
-    if time.time() - wanted["modified"] / 1e9 > _SETTLED_SECONDS:
+    if time.time() - found.st_mtime_ns / 1e9 > _SETTLED_SECONDS:
         with contextlib.suppress(OSError):
             stamp.parent.mkdir(exist_ok=True)
             write_text(stamp, json.dumps(wanted) + "\n")
     return True
-
-
-def _identity(path: Path, digest: str) -> dict[str, Any]:
-    found = path.stat()
-    return {"sha256": digest, "size": found.st_size, "modified": found.st_mtime_ns, "changed": found.st_ctime_ns}
-
-
-def _read_stamp(stamp: Path) -> Any:
-    """Return the content of a stamp; None if there is none, or it is damaged."""
-    try:
-        return parse_json(stamp.read_bytes())
-    except (OSError, ValueError):
-        return None

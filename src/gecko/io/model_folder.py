@@ -1,14 +1,18 @@
 """Model folders: ``config.json`` and ``model.safetensors``, which ``gecko.load`` and transformers both read.
 
-``save_tensors`` and ``load_tensors`` write and read safetensors files with a checksum. Nothing is pickled.
+``save_tensors`` and ``load_tensors`` write and read safetensors files with a checksum. Nothing is pickled. ``fitted``
+checks what was read against what the config asks for: C and Triton read weights and states by address, and would
+misread a tensor of another shape or dtype, or crash.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -19,27 +23,26 @@ from torch import Tensor, nn
 
 from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file, write_text
 from gecko.io.quantization import plain_tensors, stored_bits
-from gecko.io.tensors import REMEDY, reading
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 """File names in a model folder."""
-
 INDEX, _SHARD = "model.safetensors.index.json", "model-{:05d}-of-{:05d}.safetensors"
 """File names in a folder whose weights are several files."""
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-
 _CHECKPOINTS, _SESSIONS, _MANIFEST = "checkpoints/step-*", "sessions.jsonl", "manifest.json"
 """Names in the folder of a training run, and in that of a checkpoint."""
-
 FORMAT = "gecko-model-1"
 DIGEST = "sha256"
 """Name of the checksum in the metadata of a safetensors file."""
-
 TIED = ("head.weight", "embedding.weight")
 """The parameters that are one tensor if ``tie_embedding`` is set."""
-
 WRAPPERS = ("model.gecko.", "gecko.")
 """Prefixes of a Gecko's parameters in ``GeckoForCausalLM`` and in ``GeckoModel`` of ``gecko.hf``."""
+
+
+REMEDY = "Restore it from a copy, or write it again."
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes in which files may store what is computed in any of them."""
 
 
 class StoredConfig(Protocol):
@@ -82,16 +85,18 @@ def write_folder(
 ) -> None:  # fmt: skip
     """Write a model folder of any architecture. A tied head is stored once, as the embedding.
 
-    Args:
-        prefix: written before every name.
-        shards: the names of ``weights`` in each of several files, as transformers divides them. Empty: one file.
-
-    Raises:
-        FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
-        OSError: writing failed; existing files are unchanged.
+    ``prefix`` is written before every name. ``shards`` has the names of ``weights`` in each of several files, as
+    transformers divides them; empty: one file. Raise FileExistsError if the folder is that of a training run, or of a
+    checkpoint with weights, OSError if writing failed: existing files are unchanged then.
     """
     folder = Path(folder)
-    _check_writable(folder)
+    found = run_or_checkpoint(folder)
+    # A checkpoint of several ranks has no weights file at first; joining its shards writes one.
+    if found == "a training run" or WEIGHTS in _manifest_files(folder):
+        raise FileExistsError(
+            f"a model must be saved to a folder for itself; {folder} is {found}, whose model it would hide or damage. "
+            "Choose another folder."
+        )
     kept = {name: w for name, w in weights.items() if not (config.tie_embedding and name == layout.tied[0])}
     bits = stored_bits(kept)
     # transformers 4 and accelerate refuse files whose "format" names no framework. A quantised file must be refused:
@@ -110,11 +115,7 @@ def write_folder(
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     with whole_file(folder / CONFIG) as temporary:
         config.save(temporary)
-    _remove_others(folder, files)
-
-
-def _remove_others(folder: Path, files: Collection[str]) -> None:
-    """Remove the weights files that an earlier save wrote and this one did not replace."""
+    # Files that an earlier save wrote, and this one did not replace, go.
     for path in weight_files(folder):
         if path.name not in files:
             path.unlink()
@@ -130,7 +131,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a folder's weights file or files, by their names there, and the metadata."""
     if not (folder / INDEX).is_file():
-        return _checked(folder / WEIGHTS, expected)
+        return _read_file(folder / WEIGHTS, expected)
     if (folder / WEIGHTS).exists():
         raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
     places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
@@ -144,7 +145,7 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
     tensors: dict[str, Tensor] = {}
     every = []
     for file in sorted(set(places.values())):
-        found, metadata = _checked(folder / file, expected)
+        found, metadata = _read_file(folder / file, expected)
         if found.keys() != {name for name, place in places.items() if place == file}:
             raise ValueError(f"{folder / file} must hold the weights that {INDEX} lists; it holds others.")
         tensors |= found
@@ -154,7 +155,7 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
     return tensors, every[0]
 
 
-def _checked(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_file(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors, metadata = load_tensors(path)
     found = metadata.get("gecko", metadata.get("format", "another file"))
     if found != expected:
@@ -165,9 +166,8 @@ def _checked(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, st
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
     """Return the config, of class ``kind``, and the weights of a model folder, by their names in the model.
 
-    Raises:
-        FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file is damaged, the two belong to different models, or the folder is also a training run.
+    Raise FileNotFoundError if a file is missing, ValueError if one is damaged, both belong to different models, or the
+    folder is also a training run.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
@@ -225,16 +225,6 @@ def check_one_model(folder: Path) -> None:
         )
 
 
-def _check_writable(folder: Path) -> None:
-    found = run_or_checkpoint(folder)
-    # A checkpoint of several ranks has no weights file at first; joining its shards writes one.
-    if found == "a training run" or WEIGHTS in _manifest_files(folder):
-        raise FileExistsError(
-            f"a model must be saved to a folder for itself; {folder} is {found}, whose model it would hide or damage. "
-            "Choose another folder."
-        )
-
-
 def _manifest_files(folder: Path) -> Collection[str]:
     """Return the files that a checkpoint's manifest lists; none if the folder is no checkpoint."""
     try:
@@ -257,11 +247,8 @@ def fill(model: Any, weights: Mapping[str, Tensor]) -> None:
 def fingerprint(model: nn.Module, tied: str | None = None) -> str:
     """Return a hash of the weights, 16 hexadecimal digits, that changes if any weight changes.
 
-    It hashes the sum of every row of every parameter, so that a large model takes seconds.
-
-    Args:
-        tied: name of a parameter that shares the tensor of another one; it is left out, even if accelerate has
-            separated the two to offload them.
+    It hashes the sum of every row of every parameter, so that a large model takes seconds. ``tied`` names a parameter
+    that shares the tensor of another one; it is left out, even if accelerate has separated the two to offload them.
     """
     digest = hashlib.sha256()
     for name in (name for name, _ in model.named_parameters() if name != tied):
@@ -350,3 +337,56 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def fitted(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file in the dtypes of ``like``, which has every name, shape and dtype that it must have.
+    Errors are those of ``check_layout``; a value that is not finite is a ValueError."""
+    check_layout(source, tensors, like)
+    check_finite(source, tensors)
+    return {name: tensors[name].to(expected.dtype) for name, expected in like.items()}
+
+
+def check_layout(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a tensor is missing, unknown, or of another shape or kind of dtype than in ``like``.
+
+    The message names the file ``source``, the tensor, and what was expected and found.
+    """
+    for name in (*like, *tensors):
+        expected, found = like.get(name), tensors.get(name)
+        if expected is None or found is None or expected.shape != found.shape or not _alike(expected, found):
+            raise ValueError(
+                f"{source} must hold the tensors of its config; {name} must be {_described(expected)}, "
+                f"and is {_described(found)}. {REMEDY}"
+            )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise ValueError, which names the file, in place of what safetensors raises for a damaged one."""
+    try:
+        yield
+    except (SafetensorError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must be a complete safetensors file; it is not: {error}. {REMEDY}") from error
+
+
+def float_dtype(tensor: Tensor | None, default: torch.dtype = torch.float32) -> torch.dtype:
+    """Return the dtype of a tensor that files may store; ``default`` for another one, which ``fitted`` then refuses."""
+    return tensor.dtype if tensor is not None and tensor.dtype in FLOATS else default
+
+
+def check_finite(source: object, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a tensor holds NaN or an infinity: nothing that is computed with it is a number."""
+    for name, tensor in tensors.items():
+        floating = tensor.is_floating_point() and tensor.numel() > 0
+        if floating and not all(math.isfinite(x) for x in tensor.detach().aminmax()):
+            raise ValueError(f"{source} must hold finite numbers; {name} has NaN or infinite ones. Use an older copy.")
+
+
+def _alike(expected: Tensor, found: Tensor) -> bool:
+    return found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
+
+
+def _described(tensor: Tensor | None) -> str:
+    dtype = "absent" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    return dtype if tensor is None else f"{dtype} of shape {tuple(tensor.shape)}"

@@ -22,10 +22,8 @@ _KINDS = {8: "int8", 4: "int4"}
 def quantize(model: nn.Module, bits: int) -> None:
     """Quantise the matrices of the model's blocks in place; the model is then for inference only.
 
-    Raises:
-        ImportError: torchao is not installed.
-        ValueError: ``bits`` is neither 8 nor 4; the model has no such matrices; the weights are float64 or already
-            quantised; ``bits`` is 4, and ``GROUP`` does not divide the rows of a matrix.
+    Raise ImportError if torchao is not installed, ValueError if ``bits`` is neither 8 nor 4, the model has no such
+    matrices, the weights are float64 or already quantised, or ``GROUP`` does not divide the rows of a matrix in 4 bits.
     """
     if bits not in _KINDS:
         raise ValueError(f"bits must be 8 or 4; got {bits}.")
@@ -35,11 +33,24 @@ def quantize(model: nn.Module, bits: int) -> None:
             f"the model must be a Gecko, with matrices in its blocks; got a {type(model).__name__} without them. "
             "For a model of gecko.hf try quantize(model.model.gecko, bits)."
         )
-    for name, module in matrices.items():
-        _check(f"{name}.weight", module.get_parameter("weight"), bits)
+    for layer, module in matrices.items():
+        name, weight = f"{layer}.weight", module.get_parameter("weight")
+        if is_quantized(weight):
+            raise ValueError(f"the model must not be quantised yet; {name} is. Quantise the model it was made from.")
+        if weight.dtype == torch.float64:
+            raise ValueError(f"weights must be float32, bfloat16 or float16; {name} is float64. Try model.float().")
+        if bits == 4 and weight.shape[1] % GROUP:
+            raise ValueError(
+                f"4 bits need rows of whole groups of {GROUP}; {name} has rows of {weight.shape[1]}. Try 8 bits."
+            )
     with without_log_warnings():
         library = require("torchao.quantization", "quantize")
-    library.quantize_(model, _settings(library, bits), filter_fn=_is_matrix)
+    if bits == 8:
+        settings = library.Int8WeightOnlyConfig(set_inductor_config=False)
+    else:
+        four = torch.int4  # type: ignore[attr-defined]
+        settings = library.IntxWeightOnlyConfig(weight_dtype=four, granularity=library.PerGroup(GROUP))
+    library.quantize_(model, settings, filter_fn=_is_matrix)
 
 
 def is_quantized(weight: Tensor) -> bool:
@@ -62,7 +73,8 @@ def pack(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         integers, packed[f"{name}.scale"] = plain_tensors(weight)
         if getattr(weight, "target_dtype", None) == torch.int4:  # type: ignore[attr-defined]
-            packed[f"{name}.int4"] = _join_halves(integers)
+            shifted = (integers + 8).to(torch.uint8)
+            packed[f"{name}.int4"] = shifted[:, ::2] | shifted[:, 1::2] << 4
         else:
             packed[f"{name}.int8"] = integers
     return packed
@@ -80,31 +92,15 @@ def unpack(packed: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str
         kind = next((kind for kind in _KINDS.values() if f"{name}.{kind}" in weights), None)
         if kind is not None and is_quantized(blank):
             integers = weights.pop(f"{name}.{kind}")
-            integers = _split_halves(integers) if kind == "int4" else integers
+            if kind == "int4":  # the even columns are in the low halves of bytes, shifted by 8
+                halves = torch.stack([integers & 15, integers >> 4], dim=-1)
+                integers = halves.flatten(1).to(torch.int8) - 8
             weights[name] = _fill(blank, integers, weights.pop(f"{name}.scale"))
     return weights
 
 
 def _is_matrix(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and name.startswith("blocks.")
-
-
-def _check(name: str, weight: Tensor, bits: int) -> None:
-    if is_quantized(weight):
-        raise ValueError(f"the model must not be quantised yet; {name} is. Quantise the model it was made from.")
-    if weight.dtype == torch.float64:
-        raise ValueError(f"weights must be float32, bfloat16 or float16; {name} is float64. Try model.float().")
-    if bits == 4 and weight.shape[1] % GROUP:
-        raise ValueError(
-            f"4 bits need rows of whole groups of {GROUP}; {name} has rows of {weight.shape[1]}. Try 8 bits."
-        )
-
-
-def _settings(library: Any, bits: int) -> Any:
-    if bits == 8:
-        return library.Int8WeightOnlyConfig(set_inductor_config=False)
-    four = torch.int4  # type: ignore[attr-defined]
-    return library.IntxWeightOnlyConfig(weight_dtype=four, granularity=library.PerGroup(GROUP))
 
 
 def _fill(blank: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
@@ -114,13 +110,3 @@ def _fill(blank: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
     inner = zeros | {"qdata": integers, "scale": scale}
     filled: Tensor = type(blank).__tensor_unflatten__(inner, context, None, None)  # type: ignore[attr-defined]
     return filled
-
-
-def _join_halves(integers: Tensor) -> Tensor:
-    """Pack (N, K) integers of −8 … 7 into (N, K / 2) bytes, the even columns in the low halves."""
-    shifted = (integers + 8).to(torch.uint8)
-    return shifted[:, ::2] | shifted[:, 1::2] << 4
-
-
-def _split_halves(joined: Tensor) -> Tensor:
-    return torch.stack([joined & 15, joined >> 4], dim=-1).flatten(1).to(torch.int8) - 8

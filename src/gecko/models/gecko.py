@@ -16,9 +16,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from gecko.config import GeckoConfig
 from gecko.io.checkpoints import model_folder
-from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fingerprint, read_folder, write_folder
+from gecko.io.model_folder import (
+    GECKO,
+    TIED,
+    WRAPPERS,
+    fill,
+    fingerprint,
+    fitted,
+    float_dtype,
+    read_folder,
+    write_folder,
+)
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
-from gecko.io.tensors import fitted, float_dtype
 from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm, block_norm, embedding_, is_bare, project
 from gecko.layers.gated_attention import GatedAttention, MixerState
 from gecko.ops.common import content

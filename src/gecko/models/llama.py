@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gecko.config import Architecture, Epsilon, Layers, RopeBase, Size
-from gecko.io.model_folder import Layout, fill, read_folder, write_folder
-from gecko.io.tensors import fitted, float_dtype
+from gecko.io.model_folder import Layout, fill, fitted, float_dtype, read_folder, write_folder
 from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block, trained_targets
 from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.records import build, check

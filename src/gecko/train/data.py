@@ -30,12 +30,12 @@ from gecko.data import (
     open_training_data,
 )
 from gecko.data.chat import TemplateChat, tuning_format
-from gecko.data.chat_templates import TEMPLATE
 from gecko.data.chats import ChatCorpus, ChatRows, load_chats, read_chats
 from gecko.data.loader import batch_of
 from gecko.data.packing import ROW_LAYOUT, CorpusShare, TokenizedCorpus
 from gecko.data.sources import check_apart, find_sources, sample_texts
 from gecko.data.text_stream import SAMPLE, check_loss
+from gecko.data.tokenizers import TEMPLATE
 from gecko.data.training_data import parse_source, read_sources
 from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints, model_folder

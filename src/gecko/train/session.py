@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gecko.data.chat_templates import TEMPLATE
-from gecko.data.tokenizers import SETTINGS, TOKENIZERS, copy_tokenizer
+from gecko.data.tokenizers import SETTINGS, TEMPLATE, TOKENIZERS, copy_tokenizer
 from gecko.io.checkpoints import checkpoint_path, checkpoint_step, list_checkpoints
 from gecko.io.files import locked, mend_lines, whole_file, write_text
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_checkpoint

@@ -33,13 +33,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
-from gecko.data.byte_files import write_byte_tokenizer
-from gecko.data.chat_templates import TEMPLATE
-from gecko.data.tokenizers import ByteTokenizer, copy_tokenizer, holds_tokenizer
+from gecko.data.tokenizers import TEMPLATE, ByteTokenizer, copy_tokenizer, holds_tokenizer, write_byte_tokenizer
 from gecko.io.checkpoints import SHARDS
 from gecko.io.files import parse_json, parse_object, whole_file
-from gecko.io.model_folder import CONFIG, stored_prefix
-from gecko.io.tensors import FLOATS, REMEDY, check_finite, check_layout, reading
+from gecko.io.model_folder import CONFIG, FLOATS, REMEDY, check_finite, check_layout, reading, stored_prefix
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks, launched
 from gecko.records import CountFromZero, NotNegative, build, check

@@ -21,9 +21,8 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree
 
 from gecko.config import GeckoConfig
 from gecko.inference.packed_weights import Network, PackedWeights, decoder_of
-from gecko.io.model_folder import GECKO, TIED, WRAPPERS, read_folder, weight_files
+from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fitted, read_folder, weight_files
 from gecko.io.quantization import is_quantized, pack, quantize, stored_bits, unpack
-from gecko.io.tensors import fitted
 from gecko.layers import project
 from gecko.models.gecko import Gecko
 from gecko.parallel.sharding import TensorParallel, sharded_model, sharded_state, sharded_weight
