@@ -24,7 +24,7 @@ from gecko.records import FieldError
 from gecko.runtime.process import __version__
 from gecko.serving.answer import Answer, EventStream, slices, unless_gone
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
-from gecko.serving.chat_requests import ChatRequest, ResponseRequest
+from gecko.serving.chat_requests import ChatRequest, DetokenizeRequest, ResponseRequest, TokenizeRequest
 from gecko.serving.connection import Gate, Hosts
 from gecko.serving.fields import describe
 from gecko.serving.limits import HANDLERS, Admission, ApiError, invalid
@@ -34,7 +34,6 @@ from gecko.serving.prepare import Preparation, ServedModel
 from gecko.serving.protocol import CompletionRequest, GenerationRequest, SaveState
 from gecko.serving.replies import Reply, StateReply, encode_answer, encode_event
 from gecko.serving.stores import ResponseStore, SavedStates, response_not_found
-from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest, TokenRoutes
 from gecko.serving.worker import Worker, WorkerClosedError
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -91,8 +90,6 @@ class Service:
         self.responses = responses
         self.admission, self.memory = Admission(limits), RequestMemory(limits.memory_bytes)
         self.threads, self._preparation = Threads(), Preparation(model, limits, states, responses)
-        tokens = TokenRoutes(model, limits)
-        self._token_work = {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
 
     async def start(self, path: str, body: Body) -> Answer:
         """Parse and prepare the request in ``body`` and submit it to the engine; the caller must close the answer.
@@ -141,7 +138,8 @@ class Service:
         """Answer a request to ``/tokenize`` or ``/detokenize``. Raise ApiError if the request is invalid, or the answer
         takes too much memory."""
         try:
-            content = await self.threads.run(len(body), self._token_work[path], body.take)
+            work = self._preparation.tokenize if path == "/tokenize" else self._preparation.detokenize
+            content = await self.threads.run(len(body), work, body.take)
         except ValueError as error:
             raise invalid(None, str(error)) from error
         body.resize(len(content))

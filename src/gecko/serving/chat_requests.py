@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API for chats and responses, whose answers may call functions."""
+"""Requests of OpenAI's API for chats and responses, whose answers may call functions, and those for tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,18 @@ from gecko.data.turns import (
     read_functions,
 )
 from gecko.records import FieldError
-from gecko.serving.fields import Anything, FromOne, Json, JsonPart, Metadata, conversation, message_text, part, read
+from gecko.serving.fields import (
+    Anything,
+    FromOne,
+    Ids,
+    Json,
+    JsonPart,
+    Metadata,
+    conversation,
+    message_text,
+    part,
+    read,
+)
 from gecko.serving.protocol import ChoicesRequest, GenerationRequest, TextFormat, TopLogprobs, Unsupported
 
 _UNSUPPORTED_IN_CHATS = {
@@ -144,13 +155,16 @@ class ChatMessage(JsonPart):
         return Turn(self.role, self.content, calls=calls, call_id=self.tool_call_id or "")
 
 
+Messages = Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(ConversationRequest, ChoicesRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     unsupported, ignored = _UNSUPPORTED_IN_CHATS, GenerationRequest.ignored - {"parallel_tool_calls"}
     length_fields = ("max_completion_tokens", "max_tokens")
-    messages: Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))]
+    messages: Messages
     max_tokens: FromOne | None = None
     max_completion_tokens: FromOne | None = None
     logprobs: bool | None = None
@@ -278,3 +292,34 @@ class ResponseRequest(ConversationRequest):
     @property
     def format(self) -> TextFormat | None:
         return None if self.text is None else self.text.format
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeRequest(JsonPart):
+    """Body of ``POST /tokenize``: a text, or a conversation as for ``/v1/chat/completions``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages = field(default_factory=list)
+    tools: Functions = field(default_factory=list)
+    add_special_tokens: bool | None = None
+    """Whether the document start comes before a text; true unless given."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("there must be a prompt or messages, not both")
+        if self.messages and self.add_special_tokens:
+            raise ValueError("add_special_tokens is for a prompt: the chat format writes those of messages")
+        if not self.add_generation_prompt:
+            name = "add_generation_prompt"
+            raise FieldError(f"{name} must be true: the last message is answered", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeRequest(JsonPart):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Ids

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from gecko.data.turns import Function
 from gecko.inference import Sampling
@@ -89,11 +89,8 @@ Seed = Annotated[int, Range("must be from 0 to 2^64 - 1", least=0, below=_SEEDS)
 TopLogprobs = Annotated[int, between(0, MAX_TOP_LOGPROBS)]
 
 
-class GrammarField(NamedTuple):
-    """Grammar that a request asks for, and the field of the request that contains it."""
-
-    name: str
-    grammar: Grammar
+GrammarField = tuple[str, Grammar]
+"""The field of a request that contains a grammar, and the grammar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +121,9 @@ class ResponseFormat(JsonObject):
     def grammar(self) -> GrammarField | None:
         """Return the grammar that the text must match; None: any text."""
         if self.json_schema is not None:
-            schema = Grammar.json_schema(self.json_schema.schema)
-            return GrammarField("response_format.json_schema.schema", schema)
+            return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema)
         if self.type == "json_object":
-            return GrammarField("response_format", Grammar.json_schema(self.schema or _ANY_OBJECT))
+            return "response_format", Grammar.json_schema(self.schema or _ANY_OBJECT)
         return None
 
 
@@ -148,9 +144,9 @@ class TextFormat(JsonObject):
     def grammar(self) -> GrammarField | None:
         """Return the grammar that the text must match; None: any text."""
         if self.schema is not None:
-            return GrammarField("text.format.schema", Grammar.json_schema(self.schema))
+            return "text.format.schema", Grammar.json_schema(self.schema)
         if self.type == "json_object":
-            return GrammarField("text.format", Grammar.json_schema(_ANY_OBJECT))
+            return "text.format", Grammar.json_schema(_ANY_OBJECT)
         return None
 
 
@@ -173,12 +169,12 @@ class StructuredOutputs(JsonObject):
     def grammar(self) -> GrammarField:
         """Return the grammar that the text must match."""
         if self.regex is not None:
-            return GrammarField("structured_outputs.regex", Grammar("regex", self.regex))
+            return "structured_outputs.regex", Grammar("regex", self.regex)
         if self.choice is not None:
-            return GrammarField("structured_outputs.choice", Grammar.choice(self.choice))
+            return "structured_outputs.choice", Grammar.choice(self.choice)
         schema = _ANY_OBJECT if self.json is None else self.json
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return GrammarField("structured_outputs.json", Grammar("json_schema", text))
+        return "structured_outputs.json", Grammar("json_schema", text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gecko.inference.calls import CallPart
-from gecko.inference.text import Piece, TokenLogprob, TokenText
+from gecko.inference.text import Piece, PlacedToken, TokenNames
 from gecko.serving.chat_requests import ResponseRequest
 from gecko.serving.limits import ApiError
 
@@ -96,14 +96,19 @@ class Reply:
 
 
 class _Choices(Reply):
-    """Answer with a list of choices; ``include_usage``: whether a stream ends with the token counts."""
+    """Answer with a list of choices.
+
+    Args:
+        names: names of the tokens with log-probabilities.
+        include_usage: whether a stream ends with the token counts.
+    """
 
     end = b"data: [DONE]\n\n"
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: str, *, include_usage: bool = False) -> None:
+    def __init__(self, model: str, names: TokenNames, *, include_usage: bool = False) -> None:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
+        self._names, self._include_usage = names, include_usage
 
     def closing(self, usage: Usage) -> Iterable[dict[str, Any]]:
         return [self._chunk([]) | {"usage": usage.json}] if self._include_usage else []
@@ -119,10 +124,33 @@ class CompletionReply(_Choices):
     """Answer of ``/v1/completions``."""
 
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        return [self._chunk([_text_choice(piece)])]
+        return [self._chunk([self._choice(piece)])]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        return self._whole(list(map(_text_choice, pieces)), usage)
+        return self._whole(list(map(self._choice, pieces)), usage)
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        prompt = [] if piece.prompt is None else self._names.places(piece.prompt)
+        # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
+        ending = [] if piece.stop_token is None else [piece.stop_token]
+        tokens = [*prompt, *piece.tokens, *ending]
+        logprobs = self._logprobs(tokens) if tokens else None
+        return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
+
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, list[Any]]:
+        name = self._names.name
+        return {
+            "tokens": [name(token.token) for token, _ in tokens],
+            "token_logprobs": [_number(token.logprob) for token, _ in tokens],
+            # Of tokens with equal names, the most likely one is kept.
+            "top_logprobs": [
+                None
+                if token.logprob is None
+                else {name(other): _number(x) for other, x in reversed(token.top_logprobs)}
+                for token, _ in tokens
+            ],
+            "text_offset": [offset for _, offset in tokens],
+        }
 
 
 class ChatReply(_Choices):
@@ -130,8 +158,8 @@ class ChatReply(_Choices):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, *, include_usage: bool = False, scored: bool = False) -> None:
-        super().__init__(model, include_usage=include_usage)
+    def __init__(self, model: str, names: TokenNames, *, include_usage: bool = False, scored: bool = False) -> None:
+        super().__init__(model, names, include_usage=include_usage)
         self._scored = scored
 
     def opening(self, num_choices: int) -> Iterable[dict[str, Any]]:
@@ -142,7 +170,7 @@ class ChatReply(_Choices):
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
         text = {"content": piece.text} if piece.text else {}
         calls = {"tool_calls": list(map(_part_of_call, piece.calls))} if piece.calls else {}
-        return [self._chunk([{"delta": text | calls, **_chat_choice(piece, bool(piece.tokens))}])]
+        return [self._chunk([{"delta": text | calls, **self._choice(piece, bool(piece.tokens))}])]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = []
@@ -151,8 +179,21 @@ class ChatReply(_Choices):
             if calls := joined(piece.calls):
                 told = [{"id": call.id, "type": "function", "function": _function(call)} for call in calls]
                 message |= {"content": piece.text or None, "tool_calls": told}
-            choices.append({"message": message, **_chat_choice(piece, self._scored)})
+            choices.append({"message": message, **self._choice(piece, self._scored)})
         return self._whole(choices, usage)
+
+    def _choice(self, piece: Piece, scored: bool) -> dict[str, Any]:
+        content = [
+            self._token(token.token, token.logprob)
+            | {"top_logprobs": [self._token(*top) for top in token.top_logprobs]}
+            for token, _ in piece.tokens
+        ]
+        return {"index": piece.choice, "logprobs": {"content": content} if scored else None, **_progress(piece)}
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._names.text(token)
+        content = None if text is None else list(text.encode())
+        return {"token": self._names.name(token), "logprob": _number(logprob), "bytes": content}
 
 
 def _part_of_call(part: CallPart) -> dict[str, Any]:
@@ -177,50 +218,12 @@ def joined(parts: Iterable[CallPart]) -> list[CallPart]:
     return calls
 
 
-def _text_choice(piece: Piece) -> dict[str, Any]:
-    prompt = [] if piece.prompt is None else piece.prompt.tokens()
-    # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
-    ending = [] if piece.stop_token is None else [piece.stop_token]
-    tokens = [*prompt, *piece.tokens, *ending]
-    logprobs = _text_logprobs(tokens) if tokens else None
-    return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
-
-
-def _chat_choice(piece: Piece, scored: bool) -> dict[str, Any]:
-    content = [
-        _chat_token(token.chosen) | {"top_logprobs": list(map(_chat_token, token.top_logprobs))}
-        for token in piece.tokens
-    ]
-    return {"index": piece.choice, "logprobs": {"content": content} if scored else None, **_progress(piece)}
-
-
 def _progress(piece: Piece) -> dict[str, Any]:
     return {"finish_reason": piece.finish_reason, "position": piece.position}
 
 
-def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
-    return {
-        "tokens": [token.chosen.name for token in tokens],
-        "token_logprobs": [_number(token.chosen) for token in tokens],
-        "top_logprobs": list(map(_text_top_logprobs, tokens)),
-        "text_offset": [token.offset for token in tokens],
-    }
-
-
-def _text_top_logprobs(token: TokenText) -> dict[str, float | None] | None:
-    if token.chosen.logprob is None:
-        return None
-    # Of tokens with equal names, the most likely one is kept.
-    return {other.name: _number(other) for other in reversed(token.top_logprobs)}
-
-
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    content = None if token.text is None else list(token.text.encode())
-    return {"token": token.name, "logprob": _number(token), "bytes": content}
-
-
-def _number(token: TokenLogprob) -> float | None:
-    return None if token.logprob is None else max(token.logprob, _MIN_LOGPROB)
+def _number(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _MIN_LOGPROB)
 
 
 class ResponseReply(Reply):
