@@ -79,21 +79,21 @@ class CallReader:
         said: list[str] = []
         parts: list[CallPart] = []
         self._held += text
-        while not self.stopped and self._step(said, parts):
-            pass
+        more = True
+        while more and not self.stopped:
+            if self._region is None:
+                more = self._read_text(said)
+            elif self._object is None:
+                more = self._read_between(said)
+            else:
+                more = self._read_object(self._object, said, parts)
         return "".join(said), tuple(parts)
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the answer."""
         return "" if self._silent or self.stopped else (self._region or "") + self._held
 
-    def _step(self, said: list[str], parts: list[CallPart]) -> bool:
-        """Read what is held; return whether there may be more to read."""
-        if self._region is None:
-            return self._read_text(said)
-        if self._object is None:
-            return self._read_between(said)
-        return self._read_object(self._object, said, parts)
+    # These read what is held, and return whether there may be more to read.
 
     def _read_text(self, said: list[str]) -> bool:
         found = (None if self._taken else _FIRST.match(self._held)) or self._opening.search(self._held)
@@ -203,6 +203,5 @@ def _call(text: str) -> tuple[str, str] | None:
     if not isinstance(found, dict):
         return None
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    is_call = isinstance(name, str) and isinstance(arguments, dict)
+    return (name, json.dumps(arguments, ensure_ascii=False)) if is_call else None

@@ -15,7 +15,7 @@ from gecko.data.text_stream import document_ids
 from gecko.data.tokenizers import Tokenizer, known_tokenizer, load_tokenizer
 from gecko.inference.batch import DecodingBatch
 from gecko.inference.prefill import Prefill, inference, read
-from gecko.inference.request import EndState, Finished, KeptStates, Request, Token, check_new_tokens
+from gecko.inference.request import Finished, KeptStates, Request, Token, check_new_tokens
 from gecko.inference.sampling import Sampling, check_seed
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
@@ -33,38 +33,34 @@ def as_rows(tokenizer: Tokenizer | None, prompts: Prompt | Sequence[Prompt], sta
     if tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
         return [document_ids(tokenizer, text, state=state) for text in texts]
-    if isinstance(prompts, list | tuple) and prompts and not _is_id(prompts[0]):
-        return [_as_ids(prompt) for prompt in prompts]
+    if isinstance(prompts, list | tuple) and prompts:
+        first = prompts[0]
+        if first.dim() if isinstance(first, Tensor) else hasattr(first, "__len__"):
+            return [_as_ids(prompt) for prompt in prompts]
     ids = _as_ids(prompts)
     return list(ids.unbind()) if ids.dim() == 2 and len(ids) else [ids]
 
 
 def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     """Convert ``seed`` to one seed per row: one number for all rows, one per row, or None to draw them from PyTorch.
-
-    Raises:
-        TypeError: a seed is not an integer.
-        ValueError: a seed does not fit in 64 bits, or the number of seeds differs from ``rows``.
-    """
+    Raise TypeError if a seed is not an integer, ValueError if one does not fit in 64 bits, or their number differs."""
     if seed is None:
         return torch.randint(2**53, (rows,), device="cpu").tolist()
     if isinstance(seed, Tensor | np.ndarray) and seed.ndim == 0:
         # A 0-D tensor is an Iterable to Python.
         seed = seed.item()
-    seeds = list(seed) if isinstance(seed, Iterable) else [seed] * rows
+    seeds: list[SupportsIndex] = list(seed) if isinstance(seed, Iterable) else [seed] * rows
     if len(seeds) != rows:
         raise ValueError(f"seed must be one integer, or one per prompt ({rows}); got {len(seeds)}. Try seed=0.")
-    return [_as_seed(one) for one in seeds]
-
-
-def _as_seed(seed: SupportsIndex) -> int:
-    """Accept any type with ``__index__``, such as integers of NumPy and PyTorch."""
-    try:
-        number = operator.index(seed)
-    except TypeError as error:
-        raise TypeError(f"a seed must be an integer; got {seed!r}. Try int(...), or None for a random one.") from error
-    check_seed(number)
-    return number
+    numbers = []
+    for one in seeds:  # integers of NumPy and PyTorch too
+        try:
+            numbers.append(operator.index(one))
+        except TypeError as error:
+            advice = "Try int(...), or None for a random one."
+            raise TypeError(f"a seed must be an integer; got {one!r}. {advice}") from error
+        check_seed(numbers[-1])
+    return numbers
 
 
 def own_tokenizer(model: Gecko, prompts: Prompt | Sequence[Prompt]) -> Tokenizer | None:
@@ -80,12 +76,6 @@ def own_tokenizer(model: Gecko, prompts: Prompt | Sequence[Prompt]) -> Tokenizer
             "has none. Try token ids: gecko.data.document_ids(gecko.data.load_tokenizer(...), text)."
         )
     return load_tokenizer(name)
-
-
-def _is_id(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    return not hasattr(value, "__len__")
 
 
 def _as_ids(prompt: object) -> Tensor:
@@ -131,15 +121,9 @@ class TokenStream:
     """
 
     def __init__(
-        self,
-        model: Gecko,
-        prefills: Sequence[Prefill],
-        *,
-        seeds: Sequence[int],
-        sampling: Sampling,
-        max_new_tokens: int,
-        stop_tokens: Collection[int] = (),
-    ) -> None:
+        self, model: Gecko, prefills: Sequence[Prefill], *, seeds: Sequence[int], sampling: Sampling,
+        max_new_tokens: int, stop_tokens: Collection[int] = (),
+    ) -> None:  # fmt: skip
         check_new_tokens(max_new_tokens, sampling, model.config)
         self._model = model
         self._kept = [KeptStates() for _ in prefills]
@@ -155,7 +139,14 @@ class TokenStream:
 
     def __iter__(self) -> Iterator[NewToken]:
         while self._batch.sequences:
-            yield from self._step()
+            with inference(self._model):
+                self._batch.decode()
+                for slot, message in self._batch.broken().items():
+                    raise ValueError(f"row {self._batch.sequences[slot].key}: {message}")
+                events = self._batch.draw()
+            ends = [event for event in events if isinstance(event, Finished)]
+            self._reasons |= {end.request_id: cast(FinishReason, end.reason) for end in ends}
+            yield from sorted(NewToken(event.request_id, event.token) for event in events if isinstance(event, Token))
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
@@ -167,8 +158,15 @@ class TokenStream:
         """State of every row after all of its tokens so far; one model call per row reads its last token."""
         with inference(self._model):
             active = {one.key: self._batch.end(slot) for slot, one in enumerate(self._batch.sequences)}
-            ends = [active[row] if kept.end is None else kept.end for row, kept in enumerate(self._kept)]
-            stacked = GeckoState.stack([self._final_state(end) for end in ends])
+            states = []
+            for row, kept in enumerate(self._kept):
+                end = active[row] if kept.end is None else kept.end
+                if end.pending_token is None:
+                    states.append(end.state.to(self._model.embedding.weight.device))
+                else:
+                    ids = torch.tensor([end.pending_token], device="cpu")
+                    states.append(read(self._model, [ids], end.state).state)
+            stacked = GeckoState.stack(states)
         # Tensors cloned outside inference mode can take part in autograd.
         return stacked.map(torch.clone)
 
@@ -178,25 +176,9 @@ class TokenStream:
             for slot in [slot for slot, one in enumerate(self._batch.sequences) if one.key == row]:
                 self._finish(slot, "stop")
 
-    def _step(self) -> list[NewToken]:
-        """Generate the next token of every active row; only this reads the tokens of the step before."""
-        with inference(self._model):
-            self._batch.decode()
-            for slot, message in self._batch.broken().items():
-                raise ValueError(f"row {self._batch.sequences[slot].key}: {message}")
-            events = self._batch.draw()
-        ends = [event for event in events if isinstance(event, Finished)]
-        self._reasons |= {end.request_id: cast(FinishReason, end.reason) for end in ends}
-        return sorted(NewToken(event.request_id, event.token) for event in events if isinstance(event, Token))
-
     def _finish(self, slot: int, reason: FinishReason) -> None:
         self._reasons[self._batch.sequences[slot].key] = reason
         self._batch.finish(slot)
-
-    def _final_state(self, end: EndState) -> GeckoState:
-        if end.pending_token is None:
-            return end.state.to(self._model.embedding.weight.device)
-        return read(self._model, [torch.tensor([end.pending_token], device="cpu")], end.state).state
 
 
 @dataclass(frozen=True)
@@ -310,21 +292,17 @@ def stream(
     rows = as_rows(tokenizer, prompt_tokens, state)
     if tokenizer is not None:
         stop_tokens = {*stop_tokens, tokenizer.document_end}
-    states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
+    states: Sequence[GeckoState | None] = [None] * len(rows)
+    if state is not None:
+        if state.batch_size not in (1, len(rows)):
+            raise ValueError(
+                f"state must have one row, which all prompts continue, or one row per prompt ({len(rows)}); "
+                f"got {state.batch_size}. Try state.rows([...])."
+            )
+        states = [state.rows([row if state.batch_size > 1 else 0]) for row in range(len(rows))]
+    seeds = as_seeds(seed, len(rows))
     check_new_tokens(max_new_tokens, sampling, model.config)
     prefills = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]
     return TokenStream(
-        model, prefills, seeds=seeds, sampling=sampling,
-        max_new_tokens=max_new_tokens, stop_tokens=stop_tokens,
-    )  # fmt: skip
-
-
-def _states(state: GeckoState | None, rows: int) -> list[GeckoState] | list[None]:
-    if state is None:
-        return [None] * rows
-    if state.batch_size not in (1, rows):
-        raise ValueError(
-            f"state must have one row, which all prompts continue, or one row per prompt ({rows}); "
-            f"got {state.batch_size}. Try state.rows([...])."
-        )
-    return [state.rows([row if state.batch_size > 1 else 0]) for row in range(rows)]
+        model, prefills, seeds=seeds, sampling=sampling, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
+    )

@@ -86,10 +86,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 class PromptScorer:
-    """Computes ``PromptScores`` piece by piece.
-
-    The logits of a long piece never exist at once. ``top`` is the number of most likely tokens per place.
-    """
+    """Computes ``PromptScores`` with ``top`` tokens per place, piece by piece; not all logits of one exist at once."""
 
     def __init__(self, model: Gecko, top: int) -> None:
         self._head, self._top = model.head, top
@@ -105,8 +102,15 @@ class PromptScorer:
         self._last = hidden[-1:]
         self._tokens.append(tokens.cpu())
         for inputs, wanted in zip(before.split(self._rows), targets.split(self._rows), strict=True):
-            if len(wanted):
-                self._found.append(self._score(inputs, wanted))
+            if not len(wanted):
+                continue
+            logits = self._head(inputs)
+            if not all_finite(logits):
+                raise ValueError(not_finite(logits[~finite_rows(logits)][0]))
+            distributions = logits.double().log_softmax(-1)
+            top = distributions.topk(self._top, dim=-1)
+            own = distributions.gather(1, wanted.unsqueeze(1)).squeeze(1)
+            self._found.append((own.cpu(), top.indices.cpu(), top.values.cpu()))
 
     def result(self) -> PromptScores:
         """Return the scores of all tokens so far."""
@@ -114,15 +118,6 @@ class PromptScorer:
         first = none.flatten()[:0], none.long(), none
         columns = zip(first, *self._found, strict=True)
         return PromptScores(torch.cat(self._tokens), *map(torch.cat, columns))
-
-    def _score(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self._head(inputs)
-        if not all_finite(logits):
-            raise ValueError(not_finite(logits[~finite_rows(logits)][0]))
-        distributions = logits.double().log_softmax(-1)
-        top = distributions.topk(self._top, dim=-1)
-        own = distributions.gather(1, targets.unsqueeze(1)).squeeze(1)
-        return own.cpu(), top.indices.cpu(), top.values.cpu()
 
 
 class Scored(NamedTuple):
@@ -158,8 +153,7 @@ class PromptPrefill:
 
     Args:
         request: one of the requests; gives the prompt and the initial state.
-        cache: cached states of prefixes; not used if the request has an initial state or asks for log-probabilities of
-            the prompt.
+        cache: not used if the request has an initial state or asks for log-probabilities of the prompt.
         piece: tokens read at once when no sequence is decoding; the cache keeps a state at a multiple of it.
         arrival: the engine's step at which the request was submitted.
     """
@@ -263,11 +257,8 @@ class PromptPrefill:
 def together(prompts: Sequence[PromptPrefill], piece: int, budget: int) -> list[tuple[PromptPrefill, int]]:
     """Return the prompts to read in one call, each with the ``piece`` of its tokens.
 
-    They are the first one and others, in their order, whose rest fits beside it. All together, with the padding up to
-    the longest, have at most ``budget`` tokens.
-
-    Args:
-        piece: that of the first prompt.
+    They are the first one, with its ``piece``, and others, in their order, whose rest fits beside it. All together,
+    with the padding up to the longest, have at most ``budget`` tokens.
     """
     first, *others = prompts
     found, longest = [(first, piece)], len(first.tokens(piece))

@@ -1,8 +1,12 @@
-"""Answer to one request: the pieces of all its choices as they are generated, sent until the client disconnects."""
+"""Answers to requests, and the thread that runs the engine for them.
+
+An answer has the pieces of all choices of its request as they are generated, sent until the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -12,10 +16,10 @@ from typing import TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gecko.inference.request import Event, PromptRead, Token
+from gecko.inference.request import Event, Finished, PromptRead, Request, Token
+from gecko.inference.scheduler import Engine
 from gecko.inference.text import ChoiceText, Piece
-from gecko.serving.limits import ApiError, ClientGoneError
-from gecko.serving.metrics import Metrics
+from gecko.serving.limits import ApiError, ClientGoneError, Metrics
 from gecko.serving.prepare import Prepared
 from gecko.serving.replies import Usage
 
@@ -23,17 +27,17 @@ _SLICE_BYTES = 1 << 16
 """Maximum number of bytes of an answer that are handed to the connection at once."""
 _SENDING_SECONDS = 5
 """Seconds to send the rest of a stream after the time limit of its request."""
+_LOG = logging.getLogger("gecko.serving")
+Command = Callable[[], None]
 T = TypeVar("T")
 
 
 class Answer:
     """Answer to one request, for the event loop. Iterate over ``pieces`` once or await ``whole``; always ``close`` it.
 
-    Args:
-        cancel: cancels requests of the engine by their ids; those of finished requests have no effect.
-        arrival: when the client sent the request, in seconds of ``time.monotonic``.
-        deadline: when the events end, in the same clock.
-        release: called by ``close``; more than one call must have the effect of one.
+    ``cancel`` cancels requests of the engine by their ids; those of finished requests have no effect. ``arrival`` and
+    ``deadline`` are when the client sent the request and when the events end, in seconds of ``time.monotonic``.
+    ``release`` is called by ``close``; more than one call must have the effect of one.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Answer:
     def usage(self) -> Usage:
         """Token counts so far."""
         made = sum(choice.num_tokens for choice in self._prepared.choices)
-        return replace(self._prepared.usage, completion_tokens=made)
+        return self._prepared.usage._replace(completion_tokens=made)
 
     @property
     def seconds_left(self) -> float:
@@ -87,12 +91,11 @@ class Answer:
         """Yield new text of any choice until all choices are finished or the time limit is reached. Raise ApiError 504
         if no token was generated within the time limit, 500 if the model fails, 503 if the server stops."""
         while self._open:
-            event = await self.next()
+            event, found = await self.next(), []
             if event is None:
-                found: list[Piece] = self._end_all()
-            else:
-                piece = self._take(event) if event.request_id in self._open else None
-                found = [] if piece is None else [piece]
+                found = self._end_all()
+            elif event.request_id in self._open and (taken := self._take(event)) is not None:
+                found = [taken]
             for piece in found:
                 if piece.finish_reason is not None and (piece.text or piece.tokens or piece.calls):
                     # Clients drop the text of a chunk that has a finish_reason.
@@ -157,6 +160,168 @@ class Answer:
         """End all choices that are still open."""
         self._metrics.finished.labels(reason).inc(len(self._open))
         self._open.clear()
+
+
+class WorkerClosedError(RuntimeError):
+    """The engine thread has stopped or is stopping."""
+
+
+class Worker:
+    """Thread that runs the steps of the engine while it has requests.
+
+    The methods are for the event loop; only the thread accesses the engine. Commands of the event loop are executed in
+    order between two steps.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: list[Command] = []
+        self._closing = False
+        self._changed = threading.Condition()
+        self._running: dict[int, Answer] = {}
+        self._alive: set[int] = set()
+        self._thread = threading.Thread(target=self._work, name="gecko-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; call this on the event loop that will submit."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    async def submit(self, requests: Sequence[Request], answer: Answer) -> None:
+        """Submit requests to the engine, all or none; ``answer`` gets their events. Raise ValueError, TypeError or
+        QueueFullError if the engine refuses one of the requests, WorkerClosedError if the worker is closed."""
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ids: list[int] = []  # filled by the thread
+
+        def accept(ids: Sequence[int]) -> None:
+            if not accepted.cancelled():
+                answer.begin(ids)
+                self._running.update(dict.fromkeys(ids, answer))
+                accepted.set_result(None)
+
+        def refuse(error: Exception) -> None:
+            if not accepted.cancelled():
+                accepted.set_exception(error)
+
+        if not self._post(lambda: self._submit(requests, ids, accept, refuse)):
+            raise WorkerClosedError("the engine has stopped")
+        try:
+            await accepted
+        except asyncio.CancelledError:
+            if accepted.cancelled():
+                # Cancel in the engine now: the places must be free there before later requests are submitted.
+                self._post(lambda: self._cancel(ids))
+            elif accepted.exception() is None:
+                # The engine accepted the requests at the same moment as the caller was cancelled.
+                answer.close()
+            raise
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """Cancel requests before the next step; ids of finished requests have no effect."""
+        known = [request_id for request_id in ids if request_id in self._running]
+        for request_id in known:
+            del self._running[request_id]
+        if known:
+            self._post(lambda: self._cancel(known))
+
+    async def close(self) -> None:
+        """Stop the thread after its current step; all requests end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _post(self, command: Command) -> bool:
+        """Queue a command for the thread; return False if the worker is closed."""
+        with self._changed:
+            if not self._closing:
+                self._commands.append(command)
+                self._changed.notify()
+            return not self._closing
+
+    # Methods of the thread.
+
+    def _work(self) -> None:
+        try:
+            while self._wait():
+                self._run_commands()
+                if not self._engine.idle:
+                    self._publish(self._step())
+        finally:
+            # Whatever ended the thread, end the requests that still wait for events.
+            with self._changed:
+                self._closing = True
+            self._run_commands()
+            self._engine.abandon()
+            self._publish([Finished(request_id, "cancelled", None, 0) for request_id in self._alive])
+
+    def _wait(self) -> bool:
+        """Wait for work; return False when the worker is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self._closing or not self._engine.idle)
+            return not self._closing
+
+    def _run_commands(self) -> None:
+        with self._changed:
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+
+    def _step(self) -> list[Event]:
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            _LOG.exception("a step of the engine failed; all of its requests end")
+            events = [Finished(request_id, "error", type(error).__name__, 0) for request_id in self._alive]
+            # The cause of the failure may persist, so the engine drops all requests.
+            self._engine.abandon()
+        self._alive -= {event.request_id for event in events if isinstance(event, Finished)}
+        return events
+
+    def _submit(
+        self, requests: Sequence[Request], ids: list[int], accept: Callable[[Sequence[int]], None],
+        refuse: Callable[[Exception], None],
+    ) -> None:  # fmt: skip
+        try:
+            for request in requests:
+                ids.append(self._engine.submit(request))
+        except Exception as error:
+            self._cancel(ids)
+            self._call(refuse, error)
+        else:
+            self._alive.update(ids)
+            self._call(accept, ids)
+
+    def _cancel(self, ids: Sequence[int]) -> None:
+        for request_id in ids:
+            self._engine.cancel(request_id)
+        self._alive.difference_update(ids)
+
+    def _publish(self, events: list[Event]) -> None:
+        if events:
+            self._call(self._dispatch, events)
+
+    def _call(self, function: Callable[..., None], argument: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, argument)
+
+    # Called on the event loop.
+
+    def _dispatch(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        for event in events:
+            answer = self._running.get(event.request_id)
+            if answer is None:
+                continue
+            if isinstance(event, Finished):
+                del self._running[event.request_id]
+            answer.put(event, now)
 
 
 class EventStream(StreamingResponse):

@@ -225,10 +225,7 @@ class Body:
 
 
 class ReadBodies:
-    """ASGI middleware that reads the bodies of requests to ``paths`` into ``scope[BODY]``.
-
-    Other bodies are not read; the connection discards them.
-    """
+    """ASGI middleware that reads the bodies of requests to ``paths`` into ``scope[BODY]``, and no others."""
 
     def __init__(self, app: ASGIApp, limits: Limits, memory: RequestMemory, paths: Iterable[str]) -> None:
         self._app, self._limits, self._memory, self._paths = app, limits, memory, frozenset(paths)
@@ -237,50 +234,40 @@ class ReadBodies:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
-        body = Body(self._memory)
+        body, error = Body(self._memory), None
         try:
-            whole = await self._read(body, Headers(scope=scope), receive)
-        except ApiError as error:
-            body.close()
-            await error.response()(scope, receive, send)
-            return
-        except BaseException:
-            body.close()
-            raise
-        try:
-            if whole:
-                await self._app({**scope, BODY: body}, receive, send)
+            try:
+                whole = await self._read(body, Headers(scope=scope), receive)
+            except ApiError as refused:
+                error = refused
+            else:
+                if whole:
+                    await self._app({**scope, BODY: body}, receive, send)
         finally:
             body.close()
+        if error is not None:
+            await error.response()(scope, receive, send)
 
     async def _read(self, body: Body, headers: Headers, receive: Receive) -> bool:
         """Return False if the client disconnected."""
-        self._check_size(headers)
+        declared, more = headers.get("content-length", "0"), True
+        if declared.isdecimal() and int(declared) > self._limits.body_bytes:
+            raise self._too_large(f"{int(declared):,}")
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                whole = await self._read_all(body, receive)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return False
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    if len(body) + len(part) > self._limits.body_bytes:
+                        raise self._too_large("more")
+                    body.add(part)
         except TimeoutError:
             seconds = f"{self._limits.body_seconds:g} seconds"
             raise ApiError(408, f"the body must arrive within {seconds}; send a smaller one", close=True) from None
         _check_type(headers)
-        return whole
-
-    def _check_size(self, headers: Headers) -> None:
-        declared = headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._limits.body_bytes:
-            raise self._too_large(f"{int(declared):,}")
-
-    async def _read_all(self, body: Body, receive: Receive) -> bool:
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return False
-            part = message.get("body", b"")
-            if len(body) + len(part) > self._limits.body_bytes:
-                raise self._too_large("more")
-            body.add(part)
-            if not message.get("more_body", False):
-                return True
+        return True
 
     def _too_large(self, got: str) -> ApiError:
         limit = f"{self._limits.body_bytes:,} bytes"

@@ -9,8 +9,8 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from gecko.inference.calls import CallPart
 from gecko.inference.text import Piece, PlacedToken, TokenNames
@@ -23,8 +23,7 @@ _MIN_LOGPROB = -9999.0
 """Replaces a log-probability of minus infinity, which JSON cannot represent."""
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Token counts of an answer."""
 
     prompt_tokens: int
@@ -34,10 +33,7 @@ class Usage:
 
     @property
     def json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens, "state_bytes": self.state_bytes,
-        }  # fmt: skip
+        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
 
 
 def encode_json(value: Any) -> str:
@@ -227,11 +223,8 @@ def _number(logprob: float | None) -> float | None:
 
 
 class ResponseReply(Reply):
-    """Answer of ``/v1/responses``.
-
-    Args:
-        cached_tokens: tokens of the conversation before the prompt, which the state had read.
-        store: called with the whole response, and the piece with all of its text, before its end is sent.
+    """Answer of ``/v1/responses``. The state had read ``cached_tokens`` of the conversation before the prompt.
+    ``store`` is called with the whole response, and the piece with all of its text, before its end is sent.
     """
 
     def __init__(
@@ -244,6 +237,7 @@ class ResponseReply(Reply):
         self._calls: list[CallPart] = []
         self._last: Piece | None = None
         self._num_events = 0
+        form = {"type": "text"} if asked.format is None else vars(asked.format)
         self._head = {
             "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "background": False,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
@@ -251,7 +245,8 @@ class ResponseReply(Reply):
             "previous_response_id": asked.previous_response_id, "reasoning": {"effort": None, "summary": None},
             "service_tier": "default", "store": asked.store,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": {"format": _shown(asked)}, "tool_choice": asked.choice.shown if asked.tools else "none",
+            "text": {"format": {name: value for name, value in form.items() if value is not None}},
+            "tool_choice": asked.choice.shown if asked.tools else "none",
             "tools": [
                 {"type": "function", "strict": bool(function.strict), "description": None, **function.tool["function"]}
                 for function in asked.tools
@@ -274,9 +269,11 @@ class ResponseReply(Reply):
         for part in piece.calls:
             if part.id:
                 yield from self._end_item("completed")
-                item = self._call_item(replace(part, arguments=""), "in_progress")
-                yield self._event("response.output_item.added", output_index=self._index(part), item=item)
             self._calls = joined([*self._calls, part])
+            if part.id:
+                item = self._call_item(replace(part, arguments=""), "in_progress")
+                index = self._call_place()["output_index"]
+                yield self._event("response.output_item.added", output_index=index, item=item)
             if part.arguments:
                 yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=part.arguments)
 
@@ -316,22 +313,18 @@ class ResponseReply(Reply):
             yield self._event("response.function_call_arguments.done", **place, **_function(call))
             item = self._call_item(call, status)
         elif self._texts:
-            text = "".join(self._texts)
-            yield self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place, part=_part(text))
+            text, place = "".join(self._texts), self._place
+            yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **place, part=_part(text))
             item = self._message(text, status)
         else:
             return
-        index = self._index(self._calls[-1]) if self._calls else 0
-        yield self._event("response.output_item.done", output_index=index, item=item)
-
-    def _index(self, call: CallPart) -> int:
-        """Return the place of a call in the output, after the message, if there is one."""
-        return call.index + bool(self._texts)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _call_place(self) -> dict[str, Any]:
+        """Return the place of the last call in the output: after the message, if there is one."""
         call = self._calls[-1]
-        return {"item_id": f"fc_{call.id}", "output_index": self._index(call)}
+        return {"item_id": f"fc_{call.id}", "output_index": call.index + bool(self._texts)}
 
     def _call_item(self, call: CallPart, status: str) -> dict[str, Any]:
         identity = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "status": status}
@@ -358,12 +351,6 @@ class ResponseReply(Reply):
             "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": read + usage.completion_tokens, "state_bytes": usage.state_bytes,
         }  # fmt: skip
-
-
-def _shown(asked: ResponseRequest) -> dict[str, Any]:
-    """Return the format of the text with all fields that were given."""
-    given = {"type": "text"} if asked.format is None else vars(asked.format)
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _part(text: str) -> dict[str, Any]:

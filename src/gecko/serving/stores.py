@@ -25,9 +25,8 @@ _HEADER_BYTES, _TENSOR_BYTES = 1 << 13, 1 << 8
 class SavedStates:
     """Files ``NAME.state`` of a folder, with a cache of loaded states; thread-safe. Replaced files are loaded again.
 
-    Args:
-        folder: None if the server offers no states.
-        max_bytes: limit for all files together up to which states are saved; 0: states are not saved or deleted.
+    Without ``folder`` the server offers no states. States are saved up to ``max_bytes`` of all files together; with 0,
+    they are not saved or deleted.
     """
 
     def __init__(self, folder: Path | None, max_bytes: int = 0) -> None:
@@ -208,7 +207,8 @@ class ResponseStore:
         """Return a response; ApiError 404 if there is none with this id."""
         found = self.get(response_id)
         if found is None:
-            raise response_not_found(response_id)
+            message = f"Response with id '{response_id[:100]}' not found."
+            raise ApiError(404, message, code="response_not_found")
         return found
 
     def delete(self, response_id: str) -> bool:
@@ -217,7 +217,3 @@ class ResponseStore:
             response = self._found.pop(response_id, None)
             self._bytes -= 0 if response is None else response.num_bytes
             return response is not None
-
-
-def response_not_found(response_id: str) -> ApiError:
-    return ApiError(404, f"Response with id '{response_id[:100]}' not found.", code="response_not_found")
