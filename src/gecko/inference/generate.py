@@ -1,4 +1,6 @@
-"""``generate`` and ``stream``: check prompts and seeds, prefill the prompts and decode them side by side."""
+"""``generate`` and ``stream``: check prompts and seeds, prefill the prompts and decode them side by side.
+
+A Llama, whose key-value cache grows with every token, prefills, scores and decodes one sequence."""
 
 from __future__ import annotations
 
@@ -14,12 +16,17 @@ from torch import Tensor
 from gecko.data.text_stream import document_ids
 from gecko.data.tokenizers import Tokenizer, known_tokenizer, load_tokenizer
 from gecko.inference.batch import DecodingBatch
+from gecko.inference.pieces import checked, cut
 from gecko.inference.prefill import Prefill, inference, read
 from gecko.inference.request import Finished, KeptStates, Request, Token, check_new_tokens
-from gecko.inference.sampling import Sampling, check_seed
+from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, check_seed
 from gecko.models.gecko import Gecko
+from gecko.models.llama import KeyValues, Llama
+from gecko.ops.loss import token_cross_entropy
 from gecko.state import GeckoState
 
+LLAMA_PIECE = 2048
+"""Tokens per call of a Llama."""
 Prompt = Tensor | Sequence[int] | str
 """Token ids of one sequence (1-D tensor, array or list), or a text."""
 
@@ -47,8 +54,7 @@ def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     if seed is None:
         return torch.randint(2**53, (rows,), device="cpu").tolist()
     if isinstance(seed, Tensor | np.ndarray) and seed.ndim == 0:
-        # A 0-D tensor is an Iterable to Python.
-        seed = seed.item()
+        seed = seed.item()  # a 0-D tensor is an Iterable to Python
     seeds: list[SupportsIndex] = list(seed) if isinstance(seed, Iterable) else [seed] * rows
     if len(seeds) != rows:
         raise ValueError(f"seed must be one integer, or one per prompt ({rows}); got {len(seeds)}. Try seed=0.")
@@ -204,22 +210,12 @@ class Generation:
 
 
 def generate(
-    model: Gecko,
-    prompt_tokens: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    seed: int | Sequence[int] | None = None,
-    stop_tokens: Collection[int] = (),
-    state: GeckoState | None = None,
-) -> Generation:
+    model: Gecko, prompt_tokens: Prompt | Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 1.0,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None, seed: int | Sequence[int] | None = None,
+    stop_tokens: Collection[int] = (), state: GeckoState | None = None,
+) -> Generation:  # fmt: skip
     """Generate a continuation of one or several prompts; the tokens of a prompt do not depend on the others.
 
     Prompts are prefilled in pieces and the state of a sequence has constant size, so memory does not depend on the
@@ -255,32 +251,21 @@ def generate(
         min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, logit_bias=logit_bias, seed=seed, stop_tokens=stop_tokens, state=state,
     )  # fmt: skip
-    generated: dict[int, list[int]] = {}
+    ids: list[list[int]] = [[] for _ in tokens.finish_reasons]
     for row, token in tokens:
-        generated.setdefault(row, []).append(token)
+        ids[row].append(token)
     reasons = [reason for reason in tokens.finish_reasons if reason is not None]
-    ids = [generated.get(row, []) for row in range(len(reasons))]
     texts = [] if tokenizer is None else [tokenizer.decode(row) for row in ids]
     return Generation(ids, reasons, tokens.state, texts)
 
 
 def stream(
-    model: Gecko,
-    prompt_tokens: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    seed: int | Sequence[int] | None = None,
-    stop_tokens: Collection[int] = (),
-    state: GeckoState | None = None,
-) -> TokenStream:
+    model: Gecko, prompt_tokens: Prompt | Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 1.0,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None, seed: int | Sequence[int] | None = None,
+    stop_tokens: Collection[int] = (), state: GeckoState | None = None,
+) -> TokenStream:  # fmt: skip
     """Return an iterator of ``(row, token)`` that generates tokens on demand.
 
     This call prefills the prompts. Arguments and errors as for ``generate``.
@@ -306,3 +291,78 @@ def stream(
     return TokenStream(
         model, prefills, seeds=seeds, sampling=sampling, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
     )
+
+
+@dataclass(frozen=True)
+class LlamaPrefill:
+    """Key-value cache of one sequence and the logits of its next token."""
+
+    cache: KeyValues
+    """Has one row."""
+    logits: Tensor
+    """(V,), of the next token."""
+
+
+def prefill_llama(model: Llama, tokens: Iterable[Tensor], after: LlamaPrefill | None = None) -> LlamaPrefill:
+    """Read one sequence, given as 1-D integer tensors of any lengths. Raise TypeError or ValueError if the tokens are
+    not ids of the model, or there are none."""
+    before, reading = None if after is None else after.cache, None
+    for hidden, cache, _ in _read_llama(model, tokens, before):
+        with inference(model):
+            reading = LlamaPrefill(cache, model.lm_head(hidden[-1]))
+    if reading is None:
+        raise ValueError("a prompt must have at least one token; got none. Try the document start.")
+    return reading
+
+
+def score_llama(model: Llama, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the losses in nats of all tokens after the first, piece by piece; the keys and values of all are kept."""
+    last = None
+    for hidden, _, part in _read_llama(model, tokens, None):
+        before = hidden[:-1] if last is None else torch.cat([last, hidden[:-1]])
+        targets = part[1:] if last is None else part
+        last = hidden[-1:]
+        if len(targets):
+            with inference(model):
+                losses = token_cross_entropy(before, model.lm_head.weight, targets)
+            yield losses
+
+
+class LlamaStream:
+    """Iterator over the tokens that continue a prefilled sequence, all of row 0; a stop token ends it. The same logits
+    and seed give the same tokens as ``TokenStream``."""
+
+    def __init__(
+        self, model: Llama, reading: LlamaPrefill, *, seed: int, temperature: float, max_new_tokens: int,
+        stop_tokens: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        self._model, self._reading, self._left = model, reading, max_new_tokens
+        self._stop_tokens = frozenset(stop_tokens)
+        self._sampler = Sampler([Sampling(temperature)], reading.logits.device)
+        self._random = RandomNumbers(seed)
+
+    def __iter__(self) -> Iterator[NewToken]:
+        while self._left:
+            (token,) = self._sampler.draw(self._reading.logits.unsqueeze(0), [self._random])
+            if token in self._stop_tokens:
+                return
+            self._left -= 1
+            yield NewToken(0, token)
+            if self._left:
+                self._reading = prefill_llama(self._model, [torch.tensor([token], device="cpu")], self._reading)
+
+    def stop(self, row: int) -> None:
+        """Generate no more tokens."""
+        self._left = 0
+
+
+def _read_llama(
+    model: Llama, tokens: Iterable[Tensor], cache: KeyValues | None
+) -> Iterator[tuple[Tensor, KeyValues, Tensor]]:
+    """Yield per piece: the input of the head (n, D), the cache after it, and its tokens."""
+    device = model.lm_head.weight.device
+    for part in cut(checked(tokens, model.config.vocab_size), LLAMA_PIECE, LLAMA_PIECE):
+        part = part.to(device)
+        with inference(model):
+            hidden, cache = model.read(part.unsqueeze(0), cache)
+        yield hidden[0], cache, part

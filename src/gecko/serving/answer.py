@@ -28,7 +28,6 @@ _SLICE_BYTES = 1 << 16
 _SENDING_SECONDS = 5
 """Seconds to send the rest of a stream after the time limit of its request."""
 _LOG = logging.getLogger("gecko.serving")
-Command = Callable[[], None]
 T = TypeVar("T")
 
 
@@ -174,10 +173,8 @@ class Worker:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._commands: list[Command] = []
-        self._closing = False
-        self._changed = threading.Condition()
+        self._engine, self._closing, self._changed = engine, False, threading.Condition()
+        self._commands: list[Callable[[], None]] = []
         self._running: dict[int, Answer] = {}
         self._alive: set[int] = set()
         self._thread = threading.Thread(target=self._work, name="gecko-engine", daemon=True)
@@ -236,7 +233,7 @@ class Worker:
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
 
-    def _post(self, command: Command) -> bool:
+    def _post(self, command: Callable[[], None]) -> bool:
         """Queue a command for the thread; return False if the worker is closed."""
         with self._changed:
             if not self._closing:
@@ -248,7 +245,11 @@ class Worker:
 
     def _work(self) -> None:
         try:
-            while self._wait():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._commands or self._closing or not self._engine.idle)
+                    if self._closing:
+                        break
                 self._run_commands()
                 if not self._engine.idle:
                     self._publish(self._step())
@@ -259,12 +260,6 @@ class Worker:
             self._run_commands()
             self._engine.abandon()
             self._publish([Finished(request_id, "cancelled", None, 0) for request_id in self._alive])
-
-    def _wait(self) -> bool:
-        """Wait for work; return False when the worker is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._closing or not self._engine.idle)
-            return not self._closing
 
     def _run_commands(self) -> None:
         with self._changed:
@@ -284,9 +279,8 @@ class Worker:
         return events
 
     def _submit(
-        self, requests: Sequence[Request], ids: list[int], accept: Callable[[Sequence[int]], None],
-        refuse: Callable[[Exception], None],
-    ) -> None:  # fmt: skip
+        self, requests: Sequence[Request], ids: list[int], accept: Callable[..., None], refuse: Callable[..., None]
+    ) -> None:
         try:
             for request in requests:
                 ids.append(self._engine.submit(request))
@@ -355,7 +349,12 @@ async def slices(content: bytes) -> AsyncIterator[bytes]:
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Await ``work``; cancel it and raise ClientGoneError if the client disconnects first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -365,8 +364,3 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

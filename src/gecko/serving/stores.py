@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ class SavedStates:
 
     def __init__(self, folder: Path | None, max_bytes: int = 0) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        self._loaded: OrderedDict[tuple[str | int, ...], GeckoState] = OrderedDict()
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        # Size and modification time may equal those of a replaced file: all states of a model have the same size.
+        self._read = lru_cache(_MAX_LOADED)(lambda path, inode, changed, modified, size: GeckoState.load(path))
+        self._writing = threading.Lock()
 
     def names(self) -> list[str]:
         return [path.name.removesuffix(SUFFIX) for path in self._paths()]
@@ -52,7 +54,11 @@ class SavedStates:
         if not path.is_file():
             raise _not_found(name)
         try:
-            return self._load(path)
+            facts = path.stat()
+            state = self._read(path, facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
+            if state.batch_size != 1:
+                raise ValueError(f"a state must have one row to continue a text; {path} has {state.batch_size}.")
+            return state
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = str(error).replace(str(path), f"the state {name!r}")
             raise ApiError(400, reason, code="invalid_state", param="state") from error
@@ -122,22 +128,6 @@ class SavedStates:
             start = "start it with gecko serve --states FOLDER --states-disk MB"
             message = f"this server does not save or delete states; {start}"
             raise ApiError(403, message, code="states_read_only")
-
-    def _load(self, path: Path) -> GeckoState:
-        facts = path.stat()
-        # Size and modification time may equal those of the replaced file: all states of a model have the same size.
-        key = (path.name, facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
-        with self._lock:
-            state = self._loaded.pop(key, None)
-        if state is None:
-            state = GeckoState.load(path)
-        if state.batch_size != 1:
-            raise ValueError(f"a state must have one row to continue a text; {path} has {state.batch_size}.")
-        with self._lock:
-            self._loaded[key] = state
-            while len(self._loaded) > _MAX_LOADED:
-                self._loaded.popitem(last=False)
-        return state
 
 
 def _describe(path: Path) -> dict[str, Any]:
