@@ -85,7 +85,6 @@ class DecodingBatch:
 
     def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
         self.sequences: list[DecodingSequence] = []
-        """By slot of the decoder."""
         self.decoder = Decoder(model, capacity, window_dtype)
         self._sampler = Sampler([])
         self._logits: Tensor | None = None

@@ -27,7 +27,6 @@ class CallPart:
     """New part of a call."""
 
     index: int
-    """Number of the call in the answer."""
     arguments: str
     """Next part of the JSON text of the arguments."""
     id: str = ""
@@ -53,9 +52,7 @@ class CallReader:
         self, names: Collection[str], openings: Collection[str] = (), *, opened: bool = False, several: bool = True
     ) -> None:
         self.num_calls = 0
-        """Number of calls that were begun."""
         self.stopped = False
-        """Whether the answer is over."""
         self.end = 0
         """Number of characters up to the end of the last call."""
         self._names, self._several = frozenset(names), several

@@ -26,7 +26,6 @@ from gecko.ops.loss import token_cross_entropy
 from gecko.state import GeckoState
 
 LLAMA_PIECE = 2048
-"""Tokens per call of a Llama."""
 Prompt = Tensor | Sequence[int] | str
 """Token ids of one sequence (1-D tensor, array or list), or a text."""
 
@@ -298,7 +297,6 @@ class LlamaPrefill:
     """Key-value cache of one sequence and the logits of its next token."""
 
     cache: KeyValues
-    """Has one row."""
     logits: Tensor
     """(V,), of the next token."""
 

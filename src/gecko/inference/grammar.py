@@ -43,7 +43,6 @@ A small model may write white space for ever, so there are at most 20 characters
 """
 _OPERATORS = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 _LONGEST = 300
-"""Characters of a message of llguidance that an error quotes."""
 _NO_TEXT = "no token of the vocabulary continues the text towards one that the constraint allows"
 
 
@@ -78,10 +77,8 @@ class Grammar:
 class Constraint:
     """Compiled grammar for one tokenizer; ``start`` returns the matcher of one sequence. Thread-safe.
 
-    Args:
-        matcher: the matcher of llguidance, before any token.
-        text: (V,) bool, the ids that represent text.
-        tokens: the ids as parts of JSON, of which no object repeats a name; None for other texts.
+    ``matcher`` is that of llguidance, before any token; ``text``: (V,) bool, the ids that represent text; ``tokens``:
+    the ids as parts of JSON, of which no object repeats a name, or None for other texts.
     """
 
     def __init__(self, matcher: Any, text: np.ndarray, tokens: JsonTokens | None) -> None:
@@ -139,10 +136,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiler of constraints for one tokenizer.
-
-    Thread-safe. ``vocab_size`` is the number of logits of the model, at least the tokenizer's ids.
-    """
+    """Compiler of constraints for one tokenizer; thread-safe. ``vocab_size`` is the number of logits of the model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -154,20 +148,13 @@ class GrammarCompiler:
         self._text[special] = False
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Compile a grammar, in at most about a second; releases the GIL.
-
-        Equal grammars are compiled anew: sequences of one constraint share a cache, which has a limit.
-
-        Raises:
-            ConstraintError: the grammar is invalid, too large or too complex, or allows no text.
-            ImportError: llguidance is not installed.
-        """
+        """Compile a grammar, in at most about a second; releases the GIL. Equal grammars are compiled anew: sequences
+        of one constraint share a cache, which has a limit. Raise ConstraintError if the grammar is invalid, too large
+        or too complex, or allows no text, ImportError if llguidance is not installed."""
         library = require("llguidance", "serve")
         try:
             source = _source(library, grammar)
-        except ConstraintError:
-            raise
-        except ValueError as error:  # not JSON, or not Unicode
+        except ValueError as error:  # too long, not JSON, or not Unicode
             raise ConstraintError(str(error)[:_LONGEST]) from error
         limits = library.LLParserLimits(**_LIMITS)
         tokenizer, tokens = self._library_tokenizer(library)

@@ -161,7 +161,6 @@ class PromptPrefill:
     def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int, arrival: int) -> None:
         self.arrival = arrival
         self.requests: dict[int, Request] = {}
-        """The requests that share the prefill, by id."""
         self._model, self._piece, self._initial_state = model, piece, request.state
         self._device = model.embedding.weight.device
         self._scorer = None if request.prompt_logprobs is None else PromptScorer(model, request.prompt_logprobs)
@@ -175,7 +174,6 @@ class PromptPrefill:
         self.position = request.start_position
         """Tokens of the sequence that the state has read."""
         self.piece = 0
-        """Number of tokens that were read last."""
         self._read = self._known = 0
         self._started = False
         self._borders: Mapping[int, Key] = {}

@@ -48,7 +48,6 @@ class PrefixCache:
             )
         self.max_bytes = max_bytes
         self.hits = 0
-        """Prompts that had a cached prefix."""
         self.misses = 0
         self.bytes = 0
         """Memory of the cached states and logits."""

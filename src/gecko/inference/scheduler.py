@@ -60,7 +60,6 @@ class Engine:
         self._steps = 0
         self._prefills: deque[PromptPrefill] = deque()
         self._results: deque[tuple[PromptPrefill, Prefill]] = deque(maxlen=KEPT_RESULTS)
-        """Read prompts that waiting requests share."""
         self._batch = DecodingBatch(model, rows, window_dtype)
         """The decoding sequences; their keys are ids of requests."""
         self._pending: list[Event] = []

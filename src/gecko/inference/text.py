@@ -22,18 +22,14 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 class StopStrings:
-    """Filter that passes text on until one of ``stops`` is complete; a possible start of one is held back.
-
-    The stop string that is complete first ends the text; if several end together, the longest one. Raise ValueError for
-    an empty stop string.
-    """
+    """Filter that passes text on until one of ``stops`` is complete; a possible start of one is held back. If several
+    end together, the longest one ends the text. Raise ValueError for an empty stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         check_stops(stops)
         self._stops = sorted(stops, key=len, reverse=True)
         self._held = ""
         self.matched: str | None = None
-        """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
         """Return the text that cannot belong to a stop string; none after a stop string is complete."""
@@ -76,15 +72,12 @@ class TextStream(Generic[S]):
     """Iterator over the text of one row, piece by piece; iterate once.
 
     A piece is yielded as soon as its characters are complete and cannot belong to a stop string. The stop string itself
-    is not yielded, but the state of the row has read it.
+    is not yielded, but the state of the row has read it. Raise ValueError for an empty stop string.
 
     Args:
         tokens: a stream of one row.
         stops: stop strings; the text ends before the first of them.
         goes_on: whether the row follows other text, as for ``StreamDecoder``.
-
-    Raises:
-        ValueError: an empty stop string.
     """
 
     def __init__(self, tokens: S, tokenizer: Tokenizer, stops: Sequence[str] = (), *, goes_on: bool = False) -> None:

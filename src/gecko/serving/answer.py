@@ -47,9 +47,7 @@ class Answer:
         self._prepared, self._cancel, self._metrics, self._release = prepared, cancel, metrics, release
         self._arrival, self._deadline = arrival, deadline
         self._choices: dict[int, ChoiceText] = {}
-        """The choices by the ids of their requests."""
         self._open: set[int] = set()
-        """Ids of the requests that are not finished."""
         self._last_token: dict[int, float] = {}
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from functools import cache
 from importlib.resources import files
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
@@ -43,12 +43,9 @@ _ENGINE_REQUESTS: Mapping[str, type[GenerationRequest | SaveState]] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest,
     "/v1/states": SaveState,
 }  # fmt: skip
-"""Routes to the engine, and the records of their bodies."""
 _BODIES: Mapping[str, type] = {**_ENGINE_REQUESTS, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
-"""Routes that take a body."""
 _SMALL = 1 << 16
 """Maximum size in bytes of a body that is prepared in milliseconds, whatever its content."""
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -62,10 +59,10 @@ class Threads:
         names = {"large": 1, "small": 2, "answers": 1}
         self._pools = {name: ThreadPoolExecutor(count, f"gecko-{name}") for name, count in names.items()}
 
-    async def run(self, size: int, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Run ``function`` for a body of ``size`` bytes and return its result."""
         pool = self._pools["small" if size <= _SMALL else "large"]
-        return await asyncio.wrap_future(pool.submit(function, *arguments, **options))
+        return await asyncio.wrap_future(pool.submit(function, *arguments))
 
     async def encode(self, function: Callable[[], T]) -> T:
         """Run ``function``, which encodes an answer, and return its result."""

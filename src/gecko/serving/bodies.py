@@ -26,7 +26,6 @@ MAX_VALUES = 100_000
 """Maximum number of strings, lists, objects and fields of one body; numbers in a list do not count."""
 MAX_DEPTH = 32
 _MAX_NUMBER = 4096
-"""Maximum number of characters of a number."""
 _PART = 1 << 15
 """Characters of a list of numbers that are parsed at once."""
 _SPACE = re.compile(r"[ \t\n\r]*+")
@@ -176,7 +175,6 @@ class _JsonParser:
 
 
 BODY = "gecko.body"
-"""Key of the body in the ASGI scope."""
 
 
 class RequestMemory:

@@ -220,7 +220,6 @@ def connection_class(limits: Limits) -> type[Connection]:
 
 
 _LONGEST = 100
-"""Maximum number of characters of a header that an error quotes."""
 _ADVICE = "Start it with --allowed-host NAME"
 
 

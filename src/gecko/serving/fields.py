@@ -20,7 +20,6 @@ from gecko.serving.bodies import read_json
 from gecko.serving.limits import ApiError, invalid
 
 _LONGEST_NAME = 100
-"""Maximum number of characters of a name that an error quotes."""
 _MAX_STOPS, _MAX_STOP_LENGTH, _MAX_STOP_IDS = 16, 1000, 128
 _MAX_BIASES, _MAX_METADATA, _MAX_TEXTS = 1024, 16, 10_000
 _ID = re.compile("0|[1-9][0-9]{0,18}")
@@ -109,7 +108,6 @@ class Json(Parsed):
     accepts: Any = None
     """Annotation of the values that it takes; None: that of the field."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    """Further keywords of their schema."""
 
 
 def part(kind: type[JsonObject]) -> Json:
@@ -298,20 +296,16 @@ class Schemas:
     def _record(self, kind: Any) -> dict[str, Any]:
         name = kind.__name__
         if name not in self.found:
-            texts = docstrings(kind)
+            texts, hints, properties = docstrings(kind), field_types(kind), {}
             self.found[name] = {
                 "type": "object", "title": name, "description": inspect.getdoc(kind), "additionalProperties": False,
-                "properties": {
-                    field.name: self._property(field, field_types(kind)[field.name], texts) for field in fields(kind)
-                },
-                "required": [field.name for field in fields(kind) if is_required(field)],
+                "properties": properties, "required": [field.name for field in fields(kind) if is_required(field)],
             }  # fmt: skip
+            for field in fields(kind):
+                schema = {**self.of(hints[field.name]), "title": field.name.replace("_", " ").title()}
+                if field.name in texts:
+                    schema["description"] = texts[field.name]
+                if not is_required(field):
+                    schema["default"] = field.default if field.default_factory is MISSING else field.default_factory()
+                properties[field.name] = schema
         return {"$ref": f"#/components/schemas/{name}"}
-
-    def _property(self, field: Field[Any], hint: Any, texts: Mapping[str, str]) -> dict[str, Any]:
-        schema = {**self.of(hint), "title": field.name.replace("_", " ").title()}
-        if field.name in texts:
-            schema["description"] = texts[field.name]
-        if not is_required(field):
-            schema["default"] = field.default if field.default_factory is MISSING else field.default_factory()
-        return schema

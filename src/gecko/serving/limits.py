@@ -23,7 +23,6 @@ from gecko.serving.options import Limits
 RETRY_AFTER = "2"
 """Seconds after which a refused client should retry."""
 _LONGEST_NAME = 100
-"""Maximum number of characters of a name or address that an error quotes."""
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 _FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _REQUEST_ID = b"x-request-id"
@@ -85,7 +84,6 @@ def answer_error(request: Request, error: Exception) -> JSONResponse:
 
 
 HANDLERS = dict.fromkeys((ApiError, ClientGoneError, HTTPException, Exception), answer_error)
-"""Exception handlers of the application."""
 
 
 class Admission:
@@ -106,11 +104,12 @@ class Admission:
             raise ApiError(400, f"a request must have at most {self._places} prompts × n; got {of}")
         if self.taken + places > self._places:
             raise ApiError(429, f"all {self._places} places of the queue are taken; try later", code="queue_full")
-        self.taken += places
-        held.callback(self._release, places)
 
-    def _release(self, places: int) -> None:
-        self.taken -= places
+        def release() -> None:
+            self.taken -= places
+
+        self.taken += places
+        held.callback(release)
 
 
 class Metrics:

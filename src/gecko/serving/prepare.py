@@ -90,7 +90,6 @@ class Prepared:
     """Memory until the answer is sent."""
     reply: Reply
     stream: bool = False
-    """Whether the answer is sent piece by piece."""
 
 
 class Preparation:

@@ -18,7 +18,6 @@ from gecko.serving import fields
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
 MAX_TOP_LOGPROBS = 20
-"""Maximum number of alternatives with log-probabilities per token."""
 _MAX_FIELDS = 100
 _SEEDS = 1 << 64
 _SIMILAR = 0.85

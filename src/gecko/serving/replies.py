@@ -67,7 +67,6 @@ class Reply:
     """Form of one answer."""
 
     status = 200
-    """HTTP status of the whole answer."""
     end = b""
     """Bytes after the last event of a stream that did not fail."""
 
@@ -297,7 +296,13 @@ class ResponseReply(Reply):
         status = "incomplete" if cut else "completed"
         said = [self._message(piece.text, "completed" if calls else status)] if piece.text or not calls else []
         called = [self._call_item(call, status if call == calls[-1] else "completed") for call in calls]
-        body = self._body(status, [*said, *called], self._usage(usage))
+        read = self._cached + usage.prompt_tokens
+        counts = {
+            "input_tokens": read, "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + usage.completion_tokens, "state_bytes": usage.state_bytes,
+        }  # fmt: skip
+        body = self._body(status, [*said, *called], counts)
         body |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "position": piece.position}
         self._store(body, piece)
         return body
@@ -343,14 +348,6 @@ class ResponseReply(Reply):
     def _message(self, text: str | None, status: str) -> dict[str, Any]:
         content = [] if text is None else [_part(text)]
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _usage(self, usage: Usage) -> dict[str, Any]:
-        read = self._cached + usage.prompt_tokens
-        return {
-            "input_tokens": read, "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read + usage.completion_tokens, "state_bytes": usage.state_bytes,
-        }  # fmt: skip
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -142,7 +142,6 @@ def _not_found(name: str) -> ApiError:
 
 
 MAX_RESPONSES = 10_000
-"""Maximum number of stored responses, whatever their size."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,6 @@ class StoredResponse:
     """A finished response."""
 
     body: bytes
-    """The response as JSON."""
     state: GeckoState
     """State of the conversation, on the CPU."""
     unread: Sequence[int]
