@@ -124,9 +124,9 @@ class Preparation:
         state, prompts = self._prompts(asked)
         echoes = self._echoes(asked, prompts)
         requests = self._requests(asked, prompts, state)
-        follows = [self._follows_text(asked, prompt, state) for prompt in prompts]
+        goes_on = [self._goes_on(asked, prompt, state) for prompt in prompts]
         choices = [
-            self._choice(index, asked, request, follows[index // asked.n], echoes[index // asked.n])
+            self._choice(index, asked, request, goes_on[index // asked.n], echoes[index // asked.n])
             for index, request in enumerate(requests)
         ]
         size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
@@ -180,10 +180,7 @@ class Preparation:
         # A state is inside a document, so no document starts after it.
         start = [] if state is not None else [self._model.tokenizer.document_start]
         if isinstance(asked, CompletionRequest):
-            return state, [
-                self._tensor(prompt) if isinstance(prompt, list) else self._encode(start, prompt)
-                for prompt in asked.prompts
-            ]
+            return state, [self._encode(start, x) if isinstance(x, str) else self._tensor(x) for x in asked.prompts]
         assert isinstance(asked, ConversationRequest)
         # After a state, a result may be of a call that the state has read.
         messages = asked.turns({} if state is None else None)
@@ -199,10 +196,8 @@ class Preparation:
     def _previous(self, name: str) -> StoredResponse:
         previous = self._responses.get(name)
         if previous is None:
-            reason = "It was never stored, was deleted, or made room for later ones"
-            message = (
-                f"Previous response with id '{name[:100]}' not found. {reason}: send the whole conversation as input."
-            )
+            reason = "was never stored, was deleted, or made room for later ones: send the whole conversation as input."
+            message = f"Previous response with id '{name[:100]}' not found. It {reason}"
             raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
         return previous
 
@@ -232,9 +227,7 @@ class Preparation:
             return [""] * len(ids)
         if asked.logprobs is not None:
             _check_echo(asked, sum(map(len, ids)), MAX_ECHO_IDS)
-        texts = [
-            prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt) for prompt in asked.prompts
-        ]
+        texts = [x if isinstance(x, str) else self._model.tokenizer.decode(x) for x in asked.prompts]
         _check_echo(asked, sum(map(len, texts)), MAX_ECHO)
         return texts
 
@@ -243,8 +236,7 @@ class Preparation:
         try:
             sampling = asked.sampling()
         except ValueError as error:
-            # The message starts with the name of the field.
-            raise invalid(str(error).split()[0], str(error)) from error
+            raise invalid(str(error).split()[0], str(error)) from error  # the message starts with the field's name
         constraint = self._constraint(asked)
         seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
         return [
@@ -277,7 +269,7 @@ class Preparation:
         inside = chat.call_marks.values() if asked.functions else ()
         return ends.difference(inside).union(asked.stop_token_ids)
 
-    def _follows_text(self, asked: GenerationRequest, prompt: Tensor, state: GeckoState | None) -> bool:
+    def _goes_on(self, asked: GenerationRequest, prompt: Tensor, state: GeckoState | None) -> bool:
         """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
         if not isinstance(asked, CompletionRequest):
             return False
@@ -299,18 +291,16 @@ class Preparation:
             marks = {index: text for text, index in self._model.chat.call_marks.items()}
         # A constraint covers all characters, also a space of SentencePiece before the first word.
         return ChoiceText(
-            index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained,
-            min_tokens=asked.min_tokens, echo=echo, scored=request.prompt_logprobs is not None, reader=reader,
-            marks=marks,
+            index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained, echo=echo, reader=reader,
+            min_tokens=asked.min_tokens, scored=request.prompt_logprobs is not None, marks=marks,
         )  # fmt: skip
 
     def _reply(self, asked: GenerationRequest, request: Request, choice: ChoiceText) -> Reply:
         name = self._model.name
         if isinstance(asked, ResponseRequest):
+            told = frozenset(encode_json(function.tool) for function in asked.functions)
             if asked.previous_response_id is not None:
                 told = self._previous(asked.previous_response_id).functions
-            else:
-                told = frozenset(encode_json(function.tool) for function in asked.functions)
             store = partial(self._store, request.keep, choice, told)
             return ResponseReply(name, asked, request.start_position, store)
         if isinstance(asked, ChatRequest):
