@@ -200,5 +200,6 @@ def _call(text: str) -> tuple[str, str] | None:
     if not isinstance(found, dict):
         return None
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
-    is_call = isinstance(name, str) and isinstance(arguments, dict)
-    return (name, json.dumps(arguments, ensure_ascii=False)) if is_call else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)

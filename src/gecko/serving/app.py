@@ -60,7 +60,7 @@ class Threads:
         self._pools = {name: ThreadPoolExecutor(count, f"gecko-{name}") for name, count in names.items()}
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Run ``function`` for a body of ``size`` bytes and return its result."""
+        """Run ``function``, which takes a body of ``size`` bytes, and return its result."""
         pool = self._pools["small" if size <= _SMALL else "large"]
         return await asyncio.wrap_future(pool.submit(function, *arguments))
 
@@ -259,9 +259,6 @@ def _other_routes(service: Service) -> list[Route]:
         ready = service.worker.healthy and not service.admission.draining
         return JSONResponse({"status": "ok" if ready else "stopping"}, 200 if ready else 503)
 
-    async def version(request: Request) -> Response:
-        return JSONResponse({"version": __version__})
-
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.page(), media_type=METRICS_TYPE)
 
@@ -273,5 +270,6 @@ def _other_routes(service: Service) -> list[Route]:
         route("DELETE", "/v1/states/{name}", "delete_state", delete_state),
         route("GET", "/v1/models", "models", lambda: {"object": "list", "data": [service.describe_model()]}),
         route("GET", "/v1/models/{name:path}", "model", model),
-        Route("/health", health), Route("/version", version), Route("/metrics", metrics),
+        route("GET", "/version", "version", lambda: {"version": __version__}),
+        Route("/health", health), Route("/metrics", metrics),
     ]  # fmt: skip

@@ -51,19 +51,17 @@ class _JsonParser:
         self._text, self._at, self._values = text, 0, 0
 
     def whole(self) -> Any:
-        self._skip_space()
         value = self._value(0)
-        self._skip_space()
-        if self._at < len(self._text):
+        if self._next():
             raise self._error("extra data")
         return value
 
     def _value(self, depth: int) -> Any:
+        begin = self._next()
         self._values += 1
         if self._values > MAX_VALUES:
             raise self._error(f"more than {MAX_VALUES:,} texts, lists, objects and fields")
-        begin = self._peek()
-        if begin in "[{" and begin and depth == MAX_DEPTH:
+        if begin in ("[", "{") and depth == MAX_DEPTH:
             raise self._error(f"lists and objects nested more than {MAX_DEPTH} deep")
         if begin == "{":
             return self._object(depth + 1)
@@ -73,32 +71,31 @@ class _JsonParser:
 
     def _object(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if self._opens("}"):
-            return found
-        while True:
-            if self._peek() != '"':
+        self._at += 1
+        ended = self._take("}")
+        while not ended:
+            if self._next() != '"':
                 raise self._error("expecting the name of a field in double quotes")
             self._values += 1
             name = self._string()
-            self._skip_space()
             if not self._take(":"):
                 raise self._error("expecting ':'")
-            self._skip_space()
             found[name] = self._value(depth)
-            if self._closes("}"):
-                return found
+            ended = self._ends("}")
+        return found
 
     def _list(self, depth: int) -> list[Any]:
         found: list[Any] = []
-        if self._opens("]"):
-            return found
-        while True:
-            if self._peek() in "-0123456789" and self._peek():
+        self._at += 1
+        ended = self._take("]")
+        while not ended:
+            begin = self._next()
+            if begin and begin in "-0123456789":
                 found += self._numbers()
             else:
                 found.append(self._value(depth))
-            if self._closes("]"):
-                return found
+            ended = self._ends("]")
+        return found
 
     def _numbers(self) -> list[Any]:
         """Parse numbers up to the last comma of one part, or to the end of the list."""
@@ -141,34 +138,24 @@ class _JsonParser:
         except ValueError as error:
             raise self._error(str(error)[:100]) from None
 
-    def _opens(self, closing: str) -> bool:
-        """Skip an opening bracket; return whether the closing one follows."""
-        self._at += 1
-        self._skip_space()
-        return self._take(closing)
-
-    def _closes(self, closing: str) -> bool:
+    def _ends(self, closing: str) -> bool:
         """Skip the separator after an element; return whether the element was the last one."""
-        self._skip_space()
-        if self._take(closing):
-            return True
-        if not self._take(","):
+        ended = self._take(closing)
+        if not ended and not self._take(","):
             raise self._error(f"expecting ',' or '{closing}'")
-        self._skip_space()
-        return False
-
-    def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
+        return ended
 
     def _take(self, character: str) -> bool:
-        taken = self._peek() == character
+        taken = self._next() == character
         self._at += taken
         return taken
 
-    def _skip_space(self) -> None:
+    def _next(self) -> str:
+        """Skip white space and return the character after it; empty at the end."""
         match = _SPACE.match(self._text, self._at)
         assert match is not None
         self._at = match.end()
+        return self._text[self._at : self._at + 1]
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"at character {self._at}: {message[:1].lower()}{message[1:]}")
