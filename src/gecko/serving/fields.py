@@ -296,7 +296,8 @@ class Schemas:
     def _record(self, kind: Any) -> dict[str, Any]:
         name = kind.__name__
         if name not in self.found:
-            texts, hints, properties = docstrings(kind), field_types(kind), {}
+            texts, hints = docstrings(kind), field_types(kind)
+            properties: dict[str, Any] = {}
             self.found[name] = {
                 "type": "object", "title": name, "description": inspect.getdoc(kind), "additionalProperties": False,
                 "properties": properties, "required": [field.name for field in fields(kind) if is_required(field)],
