@@ -39,13 +39,9 @@ class CallReader:
     """Divides the text of an answer into text and calls, however it is cut into pieces.
 
     Text that may begin a call is held back until that is decided. What is no object with the name of a known function
-    and an object of arguments is text. An answer ends with its calls: the reader stops where other text follows.
-
-    Args:
-        names: the functions.
-        openings: texts before a call, besides those in use.
-        opened: whether the answer begins inside of a call, and is nothing else.
-        several: whether the answer may have several calls; otherwise the reader stops after one.
+    and an object of arguments is text. An answer ends with its calls: the reader stops where other text follows, and
+    after one call unless it may have ``several``. An answer that is ``opened`` begins inside of a call, and is nothing
+    else. ``openings`` are texts before a call, besides those in use.
     """
 
     def __init__(

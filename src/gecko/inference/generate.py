@@ -31,11 +31,9 @@ Prompt = Tensor | Sequence[int] | str
 
 
 def as_rows(tokenizer: Tokenizer | None, prompts: Prompt | Sequence[Prompt], state: GeckoState | None) -> list[Tensor]:
-    """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt.
-
-    Texts begin with the document start, unless they continue ``state``. Raise TypeError or ValueError if the prompts
-    are neither texts nor integers, or have more than two dimensions. Without a tokenizer the prompts are ids.
-    """
+    """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt. Without a tokenizer they
+    are ids. Texts begin with the document start, unless they continue ``state``. Raise TypeError or ValueError if the
+    prompts are neither texts nor integers, or have more than two dimensions."""
     if tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
         return [document_ids(tokenizer, text, state=state) for text in texts]
@@ -114,15 +112,13 @@ class TokenStream:
     """Iterator over the tokens that continue prefilled sequences; each step yields its tokens in the order of rows.
 
     The sequences are decoded in one batch, each at its own position, and leave the batch when they are finished. The
-    tokens of a sequence depend on its own prefill and seed only. A stop token is neither yielded nor read.
+    tokens of a sequence depend on its own prefill and seed only. A stop token is neither yielded nor read. Raise
+    ValueError if a number is out of range, and while iterating if logits are not finite.
 
     Args:
         prefills: one per row.
         seeds: one per row; a row draws one random number per token.
         max_new_tokens: maximum number of tokens per row, at least 0.
-
-    Raises:
-        ValueError: a number is out of range; while iterating, logits are not finite.
     """
 
     def __init__(
@@ -130,8 +126,7 @@ class TokenStream:
         max_new_tokens: int, stop_tokens: Collection[int] = (),
     ) -> None:  # fmt: skip
         check_new_tokens(max_new_tokens, sampling, model.config)
-        self._model = model
-        self._kept = [KeptStates() for _ in prefills]
+        self._model, self._kept = model, [KeptStates() for _ in prefills]
         self._reasons: dict[int, FinishReason] = {}
         prompt, stops = torch.empty(0, dtype=torch.int64, device="cpu"), frozenset(stop_tokens)
         with inference(model):

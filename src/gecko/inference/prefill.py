@@ -43,16 +43,13 @@ class Prefill:
 def read(
     model: Gecko, tokens: Iterable[Tensor], state: GeckoState | None = None, *, piece: int | None = None
 ) -> Prefill:
-    """Prefill one sequence.
+    """Prefill one sequence. Raise TypeError or ValueError if the tokens are not ids of the model, or there are none, or
+    the state belongs to another model or has several rows.
 
     Args:
         tokens: the sequence as 1-D integer tensors of any lengths, consumed one at a time.
         state: initial state of one row; None: the start of a sequence.
         piece: tokens per model call, which affects memory and speed only; None: ``piece_length``.
-
-    Raises:
-        TypeError, ValueError: the tokens are not ids of the model, or there are none; the state belongs to another
-            model or has several rows.
     """
     device = model.embedding.weight.device
     state = None if state is None else state.to(device)
@@ -149,13 +146,10 @@ def score(
 
 
 class PromptPrefill:
-    """Chunked prefill of one prompt, shared by all requests with that prompt.
+    """Chunked prefill of one prompt, shared by all requests with that prompt, such as ``request``.
 
-    Args:
-        request: one of the requests; gives the prompt and the initial state.
-        cache: not used if the request has an initial state or asks for log-probabilities of the prompt.
-        piece: tokens read at once when no sequence is decoding; the cache keeps a state at a multiple of it.
-        arrival: the engine's step at which the request was submitted.
+    It uses no ``cache`` if the request has an initial state or asks for log-probabilities of the prompt. The cache
+    keeps a state at a multiple of ``piece``. ``arrival`` is the engine's step at which the request was submitted.
     """
 
     def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int, arrival: int) -> None:

@@ -157,19 +157,12 @@ class Piece:
 
 
 class ChoiceText:
-    """Incremental detokenizer of one choice of an answer.
+    """Incremental detokenizer of one choice of an answer, after a state at ``position``.
 
-    A piece is returned as soon as its characters are complete and cannot belong to a stop string.
-
-    Args:
-        index: number of the choice in the answer.
-        stops: stop strings; the text of the first ``min_tokens`` tokens may contain them.
-        position: position of the state after the prompt.
-        goes_on: whether the choice follows other text, as for ``StreamDecoder``.
-        echo: text at the beginning of the first piece.
-        scored: whether the log-probabilities of the prompt are part of the answer.
-        reader: finds calls of functions in the text; None: all of it is text.
-        marks: texts of special tokens in calls, by their ids.
+    A piece is returned as soon as its characters are complete and cannot belong to a stop string; the text of the first
+    ``min_tokens`` tokens may contain them. The first piece begins with ``echo``. ``goes_on`` as for ``StreamDecoder``;
+    ``scored``: whether the log-probabilities of the prompt are part of the answer; ``reader`` finds calls of functions,
+    in which the special tokens of ``marks`` have texts.
     """
 
     def __init__(

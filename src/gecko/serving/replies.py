@@ -91,12 +91,7 @@ class Reply:
 
 
 class _Choices(Reply):
-    """Answer with a list of choices.
-
-    Args:
-        names: names of the tokens with log-probabilities.
-        include_usage: whether a stream ends with the token counts.
-    """
+    """Answer with a list of choices; ``include_usage``: whether a stream ends with the token counts."""
 
     end = b"data: [DONE]\n\n"
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -139,10 +134,8 @@ class CompletionReply(_Choices):
             "token_logprobs": [_number(token.logprob) for token, _ in tokens],
             # Of tokens with equal names, the most likely one is kept.
             "top_logprobs": [
-                None
-                if token.logprob is None
-                else {name(other): _number(x) for other, x in reversed(token.top_logprobs)}
-                for token, _ in tokens
+                None if x.logprob is None else {name(other): _number(value) for other, value in x.top_logprobs[::-1]}
+                for x, _ in tokens
             ],
             "text_offset": [offset for _, offset in tokens],
         }

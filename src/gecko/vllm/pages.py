@@ -174,12 +174,8 @@ class StatePages:
     """The states of all sequences in the memory that vLLM gives.
 
     The pages of all blocks have one size, so that vLLM gives a sequence the same page number in every block. Each has
-    room for the state of the final norm, which only the last one uses.
-
-    Args:
-        blank: the initial state of one sequence; it may be on the device ``meta``.
-        prefix: name of the model's blocks.
-        layers: vLLM's table of layers, to which the pages are added.
+    room for the state of the final norm, which only the last one uses. ``blank`` is the initial state of one sequence,
+    which may be on the device ``meta``. The pages are added to ``layers``, vLLM's table, under names with ``prefix``.
     """
 
     def __init__(self, blank: GeckoState, prefix: str, layers: dict[str, Any]) -> None:
