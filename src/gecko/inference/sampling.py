@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Sampling:
     def __post_init__(self) -> None:
         least, most = _PENALTIES
         extra = f"must be in −{MAX_PENALTY:g}..{MAX_PENALTY:g}, and is 0 for none"
-        rules: tuple[tuple[str, float | None, float, float, str, str], ...] = (
+        rules: tuple[tuple[str, Any, float, float, str, str], ...] = (
             ("temperature", self.temperature, 0, sys.float_info.max, "must be 0 (greedy) or above", " Try 0.8."),
             ("top_k", self.top_k, 1, math.inf, "must be at least 1, or None for no limit", ""),
             ("top_p", self.top_p, math.ulp(0), 1, "must be above 0 and at most 1, or None for no limit", ""),
@@ -74,7 +75,8 @@ class Sampling:
             ("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY, extra, " Try 0.5."),
         )  # fmt: skip
         for name, value, low, high, rule, advice in rules:
-            if value is not None and not low <= value <= high:
+            may_be_none = name in ("top_k", "top_p", "min_p")
+            if not (may_be_none and value is None) and not low <= value <= high:
                 raise ValueError(f"{name} {rule}; got {value}.{advice}")
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
@@ -144,7 +146,7 @@ class Sampler:
 
         drawn = [samplings[row] for row in self._drawn]
         self._temperature = self._column([sampling.temperature for sampling in drawn])
-        self._top_k = self._limits([sampling.top_k and min(sampling.top_k, _ALL) for sampling in drawn])
+        self._top_k = self._limits([None if x.top_k is None else min(x.top_k, _ALL) for x in drawn])
         self._top_p = self._limits([None if sampling.top_p == 1 else sampling.top_p for sampling in drawn])
         self._min_p = self._limits([sampling.min_p for sampling in drawn])
 
