@@ -58,7 +58,7 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         self.gecko.tie()
         names = f"{prefix}.gecko.blocks" if prefix else "gecko.blocks"
         wide = torch.promote_types(self._dtype, torch.float32)
-        blank = GeckoState.empty(architecture, dtype=wide, value_dtype=self._dtype, device="meta")
+        blank = GeckoState.empty(self.gecko.config, dtype=wide, value_dtype=self._dtype, device="meta")
         blank = blank if whole else sharded_state(blank, self._ranks)
         self._pages = StatePages(blank, names, vllm_config.compilation_config.static_forward_context)
         self._most = vllm_config.scheduler_config.max_num_seqs
