@@ -251,11 +251,12 @@ class Preparation:
 
     def _constraint(self, asked: GenerationRequest) -> Constraint | None:
         schemas = {function.name: function.schema for function in asked.enforced}
-        calls = Grammar.call(self._model.chat.call_form.arguments, schemas)
-        found = ("tools", calls) if schemas else asked.grammar()
-        if found is None:
+        if schemas:
+            name, grammar = "tools", Grammar.call(self._model.chat.call_form.arguments, schemas)
+        elif (found := asked.grammar()) is not None:
+            name, grammar = found
+        else:
             return None
-        name, grammar = found
         try:
             return self._grammars.compile(grammar)
         except (ConstraintError, ImportError) as error:
