@@ -190,7 +190,7 @@ def test_no_number_is_read_as_the_bound_that_it_must_not_reach(bounds: dict[str,
 
 
 def test_names_are_told_apart_with_tokens_of_several_symbols() -> None:
-    from gecko.inference.json_schema import JsonTokens, Names
+    from gecko.inference.grammar import JsonTokens, Names
 
     parts = [b"a", b'"', b'a":', b'"a', b'":1,"', b"\\u0061", b"u0061", b"\\", b'{"":2,"":3', b'"b":[{"a":1}]']
     tokens, every = JsonTokens(parts), np.ones(len(parts), dtype=bool)

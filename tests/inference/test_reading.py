@@ -11,8 +11,8 @@ from torch import Tensor
 
 import gecko
 from gecko.inference import Sampling, piece_length, read, score
+from gecko.inference.prefill import MOST_TOGETHER
 from gecko.inference.prefix_cache import PrefixCache
-from gecko.inference.prompts import MOST_TOGETHER
 from gecko.inference.request import Finished, KeptStates, Request
 from gecko.inference.scheduler import Engine
 

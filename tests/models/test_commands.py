@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from gecko.data import document_ids, load_tokenizer
 from gecko.eval import LlamaModel
 from gecko.eval.perplexity import perplexity
 from gecko.eval.scored_model import open_texts
-from gecko.inference import llama as generation
+from gecko.inference.generate import LlamaStream
 from gecko.models import PRESETS, Llama, LlamaConfig, build_model, load_any
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.plan import Assumptions, find_gpu, make_plan
@@ -146,7 +147,7 @@ def test_losses_do_not_depend_on_how_the_stream_is_cut(model: Llama, cuts: list[
     tokens = torch.tensor([256, *TEXT])
     scored = LlamaModel(model, load_tokenizer("bytes"), "random", 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "PIECE_TOKENS", piece)
+        patch.setattr(sys.modules[LlamaStream.__module__], "LLAMA_PIECE", piece)
         found = torch.cat(list(scored.losses(torch.tensor_split(tokens, sorted(cuts)))))
     torch.testing.assert_close(found, whole_losses(model, tokens))
 

@@ -15,12 +15,11 @@ from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
-from gecko.serving.chat_requests import ChatRequest, ResponseRequest
+from gecko.serving.chat_requests import ChatRequest, DetokenizeRequest, ResponseRequest, TokenizeRequest
 from gecko.serving.fields import is_required
 from gecko.serving.options import Limits
 from gecko.serving.protocol import CompletionRequest, SaveState
 from gecko.serving.stores import SavedStates
-from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest
 
 
 def test_a_completion_is_what_generate_writes(site: Site, model: gecko.Gecko) -> None:

@@ -18,7 +18,7 @@ from serving.waiting import until
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.inference.request import Token
-from gecko.inference.text import ChoiceText, Piece
+from gecko.inference.text import ChoiceText, Piece, TokenNames
 from gecko.runtime.process import __version__
 from gecko.serving.options import Limits
 from gecko.serving.replies import ChatReply, CompletionReply, Usage, encode_answer
@@ -248,6 +248,7 @@ def test_a_prompt_that_was_not_read_in_time_is_no_answer(start: StartServer) -> 
 # ---- Tokens to pieces of text: for any division, the pieces join to the text before the stop string.
 
 BYTES = load_tokenizer("bytes")
+NAMES = TokenNames(BYTES)
 ANY_TEXT = st.text(alphabet="aboé🎉 ", max_size=30)
 
 
@@ -289,10 +290,10 @@ def test_the_text_of_the_first_tokens_may_contain_a_stop_string(text: str, least
 def test_every_token_is_told_once_and_in_place(text: str, echo: str) -> None:
     content = text.encode()
     tokens = [token for piece in pieces_of(content, ["zz"], logprobs=True, echo=echo) for token in piece.tokens]
-    assert [token.chosen.logprob for token in tokens] == [-float(number) for number in range(len(content))]
-    for token, byte in zip(tokens, content, strict=True):
-        assert token.chosen.name == (chr(byte) if byte < 128 else f"token_id:{byte}")
-        assert byte >= 128 or (echo + text)[token.offset] == token.chosen.text
+    assert [token.logprob for token, _ in tokens] == [-float(number) for number in range(len(content))]
+    for (token, offset), byte in zip(tokens, content, strict=True):
+        assert NAMES.name(token.token) == (chr(byte) if byte < 128 else f"token_id:{byte}")
+        assert byte >= 128 or (echo + text)[offset] == NAMES.text(token.token)
 
 
 def test_what_is_no_text_has_no_bytes() -> None:
@@ -301,7 +302,7 @@ def test_what_is_no_text_has_no_bytes() -> None:
     for byte in "é".encode():
         piece = choice.push(Token(0, byte, -1.0, ((97, -0.5), (256, -2.0))))
     assert piece is not None
-    for told in next(iter(ChatReply("m").events(piece)))["choices"][0]["logprobs"]["content"]:
+    for told in next(iter(ChatReply("m", NAMES).events(piece)))["choices"][0]["logprobs"]["content"]:
         assert [(other["token"], other["bytes"]) for other in (told, *told["top_logprobs"])] == [
             (told["token"], None), ("a", [97]), ("token_id:256", None)
         ]  # fmt: skip
@@ -312,7 +313,8 @@ def test_words_and_parts_of_words_have_names_of_their_own(spaced: Tokenizer) -> 
     choice, words = ChoiceText(0, spaced, [], 0), spaced.encode("the the").tolist()
     word, part = words[-1], spaced.encode("athe").tolist()[-1]
     piece = choice.push(Token(0, word, -1.0, ((word, -1.0), (part, -2.0))))
-    told = next(iter(CompletionReply("m").events(piece or choice.finish("length"))))["choices"][0]["logprobs"]
+    reply = CompletionReply("m", TokenNames(spaced))
+    told = next(iter(reply.events(piece or choice.finish("length"))))["choices"][0]["logprobs"]
     assert told["tokens"] == [" the"]
     assert told["top_logprobs"] == [{" the": -1.0, "the": -2.0}]
 
@@ -325,7 +327,7 @@ def test_numbers_that_json_lacks_are_not_written() -> None:
     choice = ChoiceText(0, BYTES, [], 0)
     piece = choice.push(Token(0, 97, -math.inf, ((97, -math.inf), (98, 0.0))))
     assert piece is not None
-    for reply in (CompletionReply("m"), ChatReply("m")):
+    for reply in (CompletionReply("m", NAMES), ChatReply("m", NAMES)):
         for body in (*reply.events(piece), reply.whole([piece], Usage(1, 1, 8))):
             json.dumps(body, allow_nan=False)
 
@@ -334,6 +336,7 @@ def test_answers_are_encoded_as_by_json() -> None:
     pieces = pieces_of('aü"\0'.encode(), [], logprobs=True)
     whole = [Piece(index, 'aü"\0', pieces[0].tokens, 4, "stop") for index in range(2)]
     long = replace(whole[0], tokens=pieces[0].tokens * 3000)
-    for reply, found in ((ChatReply("small"), whole), (CompletionReply("small"), whole), (ChatReply("b"), [long])):
+    chat = ChatReply("small", NAMES)
+    for reply, found in ((chat, whole), (CompletionReply("small", NAMES), whole), (chat, [long])):
         answer = reply.whole(found, Usage(1, 2, 3))
         assert encode_answer(answer) == json.dumps(answer, separators=(",", ":"))

@@ -20,12 +20,11 @@ from gecko.inference.request import Finished, Request, Token
 from gecko.inference.scheduler import Engine
 from gecko.inference.text import ChoiceText
 from gecko.serving import server
-from gecko.serving.answer import Answer
+from gecko.serving.answer import Answer, Worker, WorkerClosedError
 from gecko.serving.connection import Turns
-from gecko.serving.metrics import Metrics
+from gecko.serving.limits import Metrics
 from gecko.serving.prepare import Prepared
 from gecko.serving.replies import Reply, Usage
-from gecko.serving.worker import Worker, WorkerClosedError
 
 # ---- The engine's thread: no event or request is lost between it and the event loop, whichever of them ends first.
 

@@ -24,7 +24,7 @@ from gecko.data import ByteTokenizer, Tokenizer, check_vocabulary
 from gecko.data.readers import check_plain_text, decode_text, read_pieces
 from gecko.data.text_stream import token_bytes
 from gecko.inference import Prefill, Sampling, TextStream, TokenStream, encode_stream, read, score
-from gecko.inference.llama import LlamaPrefill, LlamaStream, prefill_llama, score_llama
+from gecko.inference.generate import LlamaPrefill, LlamaStream, prefill_llama, score_llama
 from gecko.inference.pieces import pieces
 from gecko.inference.prefill import inference
 from gecko.io.files import found_at

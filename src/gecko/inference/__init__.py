@@ -8,18 +8,6 @@ from gecko.inference.sampling import Sampling
 from gecko.inference.text import TextStream
 
 __all__ = [
-    "FinishReason",
-    "Generation",
-    "NewToken",
-    "Prefill",
-    "Sampling",
-    "Scored",
-    "TextStream",
-    "TokenStream",
-    "encode_stream",
-    "generate",
-    "piece_length",
-    "read",
-    "score",
-    "stream",
-]
+    "FinishReason", "Generation", "NewToken", "Prefill", "Sampling", "Scored", "TextStream", "TokenStream",
+    "encode_stream", "generate", "piece_length", "read", "score", "stream",
+]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from gecko.inference.request import EndReason, EndState, Event, Finished, Reques
 from gecko.inference.sampling import RandomNumbers, Sampler, all_finite, finite_rows, not_finite
 from gecko.models.gecko import Gecko
 
-T = TypeVar("T")
+Logprobs = tuple[float, tuple[tuple[int, float], ...]]
+"""Log-probability of a token, and the most likely ids with theirs."""
 
 
 @dataclass
@@ -51,6 +51,29 @@ class DecodingSequence:
         """Whether the next token is drawn from the logits alone: greedy or at a temperature, and no token excluded."""
         return self.request.sampling.is_plain and self.matcher is None and not self.is_early
 
+    def take(self, token: int, broken: str | None, logprobs: Logprobs | None) -> tuple[Token | None, Finished | None]:
+        """Add the token, unless the sequence ends with it; return its event, if it was added, and the end."""
+        made = Token(self.key, token, *(logprobs or ()))
+
+        def end(reason: EndReason, error: str | None = None, stop: Token | None = None) -> Finished:
+            return Finished(self.key, reason, error, self.position, stop)
+
+        if broken is not None:
+            return None, end("error", broken)
+        if token in self.request.stop_tokens:
+            return None, end("stop", stop=None if logprobs is None else made)
+        self.pending_token = token
+        self.generated += 1
+        self.position += 1
+        if self.matcher is not None:
+            try:
+                self.matcher.advance(token)
+            except ConstraintError as error:
+                return None, end("constraint", str(error))
+            if self.matcher.finished:
+                return made, end("stop")
+        return made, end("length") if self.generated == self.request.max_new_tokens else None
+
 
 class DecodingBatch:
     """Up to ``capacity`` sequences, each at its own position; they join and leave between two steps.
@@ -62,7 +85,6 @@ class DecodingBatch:
 
     def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
         self.sequences: list[DecodingSequence] = []
-        """By slot of the decoder."""
         self.decoder = Decoder(model, capacity, window_dtype)
         self._sampler = Sampler([])
         self._logits: Tensor | None = None
@@ -96,18 +118,14 @@ class DecodingBatch:
     def broken(self) -> dict[int, str]:
         """Return the slots whose logits are not finite, with a message."""
         if self._broken is None:
-            self._broken = self._found_broken()
+            assert self._logits is not None, "there must be a sequence"
+            finite: list[bool] = []
+            if self.decoder.backend == "triton":
+                finite = [token >= 0 for token in self._drawn_on_gpu()]
+            elif not all_finite(self._logits):
+                finite = finite_rows(self._logits).tolist()
+            self._broken = {slot: not_finite(self._logits[slot]) for slot, one in enumerate(finite) if not one}
         return self._broken
-
-    def _found_broken(self) -> dict[int, str]:
-        assert self._logits is not None, "there must be a sequence"
-        if self.decoder.backend == "triton":
-            finite = [token >= 0 for token in self._drawn_on_gpu()]
-        elif all_finite(self._logits):
-            return {}
-        else:
-            finite = finite_rows(self._logits).tolist()
-        return {slot: not_finite(self._logits[slot]) for slot, one in enumerate(finite) if not one}
 
     def draw(self) -> list[Event]:
         """Draw the next token of every sequence and return the events; sequences that end leave the batch."""
@@ -115,12 +133,16 @@ class DecodingBatch:
         broken, logits = self.broken(), self._logits
         if broken:
             logits = logits.index_fill(0, torch.tensor(list(broken), device=logits.device), 0)
-        tokens = self._draw_ids(self._constrained(self._without_early_stops(logits)))
+        tokens = self._tokens(self._constrained(self._without_early_stops(logits)))
+        if self._sampler.uses_history:
+            self.decoder.seen[range(len(tokens)), tokens] = True
         logprobs = self._logprobs(logits, tokens)
         events: list[Event] = []
         ends: dict[int, Finished] = {}
         for slot, (sequence, token) in enumerate(zip(self.sequences, tokens, strict=True)):
-            made, end = _drawn(sequence, token, broken.get(slot), logprobs.get(slot))
+            if sequence.counts is not None:
+                sequence.counts[token] += 1
+            made, end = sequence.take(token, broken.get(slot), logprobs.get(slot))
             events += filter(None, (made, end))
             if end is not None:
                 ends[slot] = end
@@ -128,16 +150,6 @@ class DecodingBatch:
         for slot, end in reversed(ends.items()):
             self.finish(slot) if end.error is None else self.remove(slot)
         return events
-
-    def _draw_ids(self, logits: Tensor) -> list[int]:
-        seen = self.decoder.seen
-        tokens = self._tokens(logits)
-        if self._sampler.uses_history:
-            seen[range(len(tokens)), tokens] = True
-        for sequence, token in zip(self.sequences, tokens, strict=True):
-            if sequence.counts is not None:
-                sequence.counts[token] += 1
-        return tokens
 
     def _without_early_stops(self, logits: Tensor) -> Tensor:
         """Exclude the stop tokens of sequences that have fewer tokens than their ``min_new_tokens``."""
@@ -161,18 +173,19 @@ class DecodingBatch:
     def remove(self, slot: int) -> None:
         """Remove a sequence; the one in the last slot moves to its place."""
         self.decoder.remove(slot)
-        _remove_from(self.sequences, slot)
+        self.sequences[slot] = self.sequences[-1]
+        self.sequences.pop()
         self._sampler = self._new_sampler(self.sequences)
         if self._logits is not None:
             kept = list(range(len(self._logits)))
-            _remove_from(kept, slot)
-            self._logits = self._logits[kept] if kept else None
+            kept[slot] = kept[-1]
+            self._logits = self._logits[kept[:-1]] if self.sequences else None
         self._broken = None
 
     def clear(self) -> None:
         """Remove all sequences, also after a step that failed midway."""
         self.sequences, self._sampler, self._logits, self._broken = [], Sampler([]), None, None
-        self.decoder.clear()
+        self.decoder.resize(0)
 
     def end(self, slot: int) -> EndState:
         """Return where a sequence ends if it is removed now, with a copy of its state."""
@@ -205,10 +218,10 @@ class DecodingBatch:
         temperatures = [request.sampling.temperature for request in requests]
         return self.decoder.draw(self._logits, temperatures, [request.seed for request in requests])
 
-    def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-        """Return by slot, for sequences with ``logprobs``: that of the token, and the most likely ids with theirs."""
-        asked = {slot: one.request.logprobs for slot, one in enumerate(self.sequences)}
-        wanted = {slot: count for slot, count in asked.items() if count is not None}
+    def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, Logprobs]:
+        """Return those of the tokens by slot, for sequences with ``logprobs``."""
+        asked = ((slot, one.request.logprobs) for slot, one in enumerate(self.sequences))
+        wanted = {slot: count for slot, count in asked if count is not None}
         if not wanted:
             return {}
         slots = list(wanted)
@@ -223,37 +236,3 @@ class DecodingBatch:
 
     def _new_sampler(self, sequences: Sequence[DecodingSequence]) -> Sampler:
         return Sampler([one.request.sampling for one in sequences], self.decoder.seen.device)
-
-
-def _drawn(
-    sequence: DecodingSequence, token: int, broken: str | None,
-    logprobs: tuple[float, tuple[tuple[int, float], ...]] | None,
-) -> tuple[Token | None, Finished | None]:  # fmt: skip
-    """Record the token in the sequence, unless it ends with it; return the token, if it has one more, and its end."""
-    made = Token(sequence.key, token, *(logprobs or ()))
-
-    def end(reason: EndReason, error: str | None = None, stop: Token | None = None) -> Finished:
-        return Finished(sequence.key, reason, error, sequence.position, stop)
-
-    if broken is not None:
-        return None, end("error", broken)
-    if token in sequence.request.stop_tokens:
-        return None, end("stop", stop=None if logprobs is None else made)
-    sequence.pending_token = token
-    sequence.generated += 1
-    sequence.position += 1
-    if sequence.matcher is not None:
-        try:
-            sequence.matcher.advance(token)
-        except ConstraintError as error:
-            return None, end("constraint", str(error))
-        if sequence.matcher.finished:
-            return made, end("stop")
-    return made, end("length") if sequence.generated == sequence.request.max_new_tokens else None
-
-
-def _remove_from(values: list[T], place: int) -> None:
-    """Remove one value; the last one moves to its place."""
-    last = values.pop()
-    if place < len(values):
-        values[place] = last

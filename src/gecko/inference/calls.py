@@ -27,7 +27,6 @@ class CallPart:
     """New part of a call."""
 
     index: int
-    """Number of the call in the answer."""
     arguments: str
     """Next part of the JSON text of the arguments."""
     id: str = ""
@@ -40,22 +39,16 @@ class CallReader:
     """Divides the text of an answer into text and calls, however it is cut into pieces.
 
     Text that may begin a call is held back until that is decided. What is no object with the name of a known function
-    and an object of arguments is text. An answer ends with its calls: the reader stops where other text follows.
-
-    Args:
-        names: the functions.
-        openings: texts before a call, besides those in use.
-        opened: whether the answer begins inside of a call, and is nothing else.
-        several: whether the answer may have several calls; otherwise the reader stops after one.
+    and an object of arguments is text. An answer ends with its calls: the reader stops where other text follows, and
+    after one call unless it may have ``several``. An answer that is ``opened`` begins inside of a call, and is nothing
+    else. ``openings`` are texts before a call, besides those in use.
     """
 
     def __init__(
         self, names: Collection[str], openings: Collection[str] = (), *, opened: bool = False, several: bool = True
     ) -> None:
         self.num_calls = 0
-        """Number of calls that were begun."""
         self.stopped = False
-        """Whether the answer is over."""
         self.end = 0
         """Number of characters up to the end of the last call."""
         self._names, self._several = frozenset(names), several
@@ -79,21 +72,21 @@ class CallReader:
         said: list[str] = []
         parts: list[CallPart] = []
         self._held += text
-        while not self.stopped and self._step(said, parts):
-            pass
+        more = True
+        while more and not self.stopped:
+            if self._region is None:
+                more = self._read_text(said)
+            elif self._object is None:
+                more = self._read_between(said)
+            else:
+                more = self._read_object(self._object, said, parts)
         return "".join(said), tuple(parts)
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the answer."""
         return "" if self._silent or self.stopped else (self._region or "") + self._held
 
-    def _step(self, said: list[str], parts: list[CallPart]) -> bool:
-        """Read what is held; return whether there may be more to read."""
-        if self._region is None:
-            return self._read_text(said)
-        if self._object is None:
-            return self._read_between(said)
-        return self._read_object(self._object, said, parts)
+    # These read what is held, and return whether there may be more to read.
 
     def _read_text(self, said: list[str]) -> bool:
         found = (None if self._taken else _FIRST.match(self._held)) or self._opening.search(self._held)

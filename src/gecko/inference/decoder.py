@@ -78,12 +78,11 @@ class Decoder:
             self._grow()
         for (name, slot), tensor in zip(self._all.tensors().items(), state.tensors().values(), strict=True):
             if tensor.shape != (1, *slot.shape[1:]):  # a smaller one would be repeated
-                raise ValueError(
-                    f"{name} of a state must have shape {(1, *slot.shape[1:])}; got {tuple(tensor.shape)}."
-                )
+                want, got = (1, *slot.shape[1:]), tuple(tensor.shape)
+                raise ValueError(f"{name} of a state must have shape {want}; got {got}.")
             slot[self.count].copy_(tensor[0])
         self._seen[self.count].copy_(seen)
-        self._resize(self.count + 1)
+        self.resize(self.count + 1)
 
     def remove(self, slot: int) -> None:
         """Free ``slot``; the sequence in the last slot moves there."""
@@ -91,11 +90,13 @@ class Decoder:
         if slot != last and self._all is not None:
             for tensor in (*self._all.tensors().values(), self._seen):
                 tensor[slot].copy_(tensor[last])
-        self._resize(last)
+        self.resize(last)
 
-    def clear(self) -> None:
-        """Free all slots."""
-        self._resize(0)
+    def resize(self, count: int) -> None:
+        """Set the number of slots in use."""
+        self.count = count
+        if self._all is not None:
+            self._state = self._all.map(lambda x: x[:count])
 
     def state(self, slot: int) -> GeckoState:
         """Return a copy of the state in ``slot``, with one row, in the dtypes of the first state."""
@@ -104,10 +105,8 @@ class Decoder:
         return self._all.map(lambda x: x[slot : slot + 1].to(next(dtypes), copy=True))
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Read one token per sequence, by slot, and return the logits of the next ones, (count, V).
-
-        The next call may overwrite the logits.
-        """
+        """Read one token per sequence, by slot, and return the logits of the next ones, (count, V), which the next call
+        may overwrite."""
         assert self._state is not None and len(tokens) == self.count, "there must be one token per sequence"
         if _ends(self._model) != self._ends:
             # Another change of the weights is only seen in the first step; checking all of them takes too long.
@@ -167,11 +166,6 @@ class Decoder:
             self._packed = PackedWeights(self._model, self.backend)
             self._network = self._packed.with_states(self._all)
 
-    def _resize(self, count: int) -> None:
-        self.count = count
-        if self._all is not None:
-            self._state = self._all.map(lambda x: x[:count])
-
 
 def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
     """Return what ``Gecko.hidden`` does for ``tokens`` (1, n), a piece of one sequence that follows ``state``.
@@ -181,8 +175,7 @@ def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[
     made the state.
     """
     count, dtype = tokens.shape[1], model.embedding.weight.dtype
-    may_be_faster = count > 1 and dtype == torch.bfloat16
-    if not may_be_faster or count * sum(weight.numel() for weight in model.parameters()) > MOST_PRODUCTS:
+    if count == 1 or dtype != torch.bfloat16 or count * sum(x.numel() for x in model.parameters()) > MOST_PRODUCTS:
         return model.hidden(tokens, state=state)
     before = model.empty_state() if state is None else state
     if decoder_of(model, before) != "cpu":
@@ -201,13 +194,12 @@ def _ends(model: Gecko) -> Hashable:
 
 def _new_slots(state: GeckoState, count: int) -> GeckoState:
     """Return a state of ``count`` rows with the sizes and dtypes of ``state``."""
+
+    def zeros(like: Tensor) -> Tensor:
+        slots = like.new_empty(count, *like.shape[1:])
+        if slots.device.type == "cpu":
+            prefer_huge_pages(slots.data_ptr(), slots.nbytes)  # a step reads most of them
+        return slots.zero_()
+
     with torch.inference_mode(False):  # tensors of that mode can only be changed in it
-        return state.map(lambda x: _zeros(x, count))
-
-
-def _zeros(like: Tensor, count: int) -> Tensor:
-    """Return zeros of ``count`` rows. A step reads most of them, so on the CPU they are in large pages."""
-    slots = like.new_empty(count, *like.shape[1:])
-    if slots.device.type == "cpu":
-        prefer_huge_pages(slots.data_ptr(), slots.nbytes)
-    return slots.zero_()
+        return state.map(zeros)

@@ -1,4 +1,6 @@
-"""``generate`` and ``stream``: check prompts and seeds, prefill the prompts and decode them side by side."""
+"""``generate`` and ``stream``: check prompts and seeds, prefill the prompts and decode them side by side.
+
+A Llama, whose key-value cache grows with every token, prefills, scores and decodes one sequence."""
 
 from __future__ import annotations
 
@@ -14,57 +16,54 @@ from torch import Tensor
 from gecko.data.text_stream import document_ids
 from gecko.data.tokenizers import Tokenizer, known_tokenizer, load_tokenizer
 from gecko.inference.batch import DecodingBatch
+from gecko.inference.pieces import checked, cut
 from gecko.inference.prefill import Prefill, inference, read
-from gecko.inference.request import EndState, Finished, KeptStates, Request, Token, check_new_tokens
-from gecko.inference.sampling import Sampling, check_seed
+from gecko.inference.request import Finished, KeptStates, Request, Token, check_new_tokens
+from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, check_seed
 from gecko.models.gecko import Gecko
+from gecko.models.llama import KeyValues, Llama
+from gecko.ops.loss import token_cross_entropy
 from gecko.state import GeckoState
 
+LLAMA_PIECE = 2048
 Prompt = Tensor | Sequence[int] | str
 """Token ids of one sequence (1-D tensor, array or list), or a text."""
 
 
 def as_rows(tokenizer: Tokenizer | None, prompts: Prompt | Sequence[Prompt], state: GeckoState | None) -> list[Tensor]:
-    """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt.
-
-    Texts begin with the document start, unless they continue ``state``. Raise TypeError or ValueError if the prompts
-    are neither texts nor integers, or have more than two dimensions. Without a tokenizer the prompts are ids.
-    """
+    """Convert prompts to one 1-D integer tensor each; each row of a 2-D tensor is a prompt. Without a tokenizer they
+    are ids. Texts begin with the document start, unless they continue ``state``. Raise TypeError or ValueError if the
+    prompts are neither texts nor integers, or have more than two dimensions."""
     if tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
         return [document_ids(tokenizer, text, state=state) for text in texts]
-    if isinstance(prompts, list | tuple) and prompts and not _is_id(prompts[0]):
-        return [_as_ids(prompt) for prompt in prompts]
+    if isinstance(prompts, list | tuple) and prompts:
+        first = prompts[0]
+        if first.dim() if isinstance(first, Tensor) else hasattr(first, "__len__"):
+            return [_as_ids(prompt) for prompt in prompts]
     ids = _as_ids(prompts)
     return list(ids.unbind()) if ids.dim() == 2 and len(ids) else [ids]
 
 
 def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     """Convert ``seed`` to one seed per row: one number for all rows, one per row, or None to draw them from PyTorch.
-
-    Raises:
-        TypeError: a seed is not an integer.
-        ValueError: a seed does not fit in 64 bits, or the number of seeds differs from ``rows``.
-    """
+    Raise TypeError if a seed is not an integer, ValueError if one does not fit in 64 bits, or their number differs."""
     if seed is None:
         return torch.randint(2**53, (rows,), device="cpu").tolist()
     if isinstance(seed, Tensor | np.ndarray) and seed.ndim == 0:
-        # A 0-D tensor is an Iterable to Python.
-        seed = seed.item()
-    seeds = list(seed) if isinstance(seed, Iterable) else [seed] * rows
+        seed = seed.item()  # a 0-D tensor is an Iterable to Python
+    seeds: list[SupportsIndex] = list(seed) if isinstance(seed, Iterable) else [seed] * rows
     if len(seeds) != rows:
         raise ValueError(f"seed must be one integer, or one per prompt ({rows}); got {len(seeds)}. Try seed=0.")
-    return [_as_seed(one) for one in seeds]
-
-
-def _as_seed(seed: SupportsIndex) -> int:
-    """Accept any type with ``__index__``, such as integers of NumPy and PyTorch."""
-    try:
-        number = operator.index(seed)
-    except TypeError as error:
-        raise TypeError(f"a seed must be an integer; got {seed!r}. Try int(...), or None for a random one.") from error
-    check_seed(number)
-    return number
+    numbers = []
+    for one in seeds:  # integers of NumPy and PyTorch too
+        try:
+            numbers.append(operator.index(one))
+        except TypeError as error:
+            advice = "Try int(...), or None for a random one."
+            raise TypeError(f"a seed must be an integer; got {one!r}. {advice}") from error
+        check_seed(numbers[-1])
+    return numbers
 
 
 def own_tokenizer(model: Gecko, prompts: Prompt | Sequence[Prompt]) -> Tokenizer | None:
@@ -80,12 +79,6 @@ def own_tokenizer(model: Gecko, prompts: Prompt | Sequence[Prompt]) -> Tokenizer
             "has none. Try token ids: gecko.data.document_ids(gecko.data.load_tokenizer(...), text)."
         )
     return load_tokenizer(name)
-
-
-def _is_id(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    return not hasattr(value, "__len__")
 
 
 def _as_ids(prompt: object) -> Tensor:
@@ -119,30 +112,21 @@ class TokenStream:
     """Iterator over the tokens that continue prefilled sequences; each step yields its tokens in the order of rows.
 
     The sequences are decoded in one batch, each at its own position, and leave the batch when they are finished. The
-    tokens of a sequence depend on its own prefill and seed only. A stop token is neither yielded nor read.
+    tokens of a sequence depend on its own prefill and seed only. A stop token is neither yielded nor read. Raise
+    ValueError if a number is out of range, and while iterating if logits are not finite.
 
     Args:
         prefills: one per row.
         seeds: one per row; a row draws one random number per token.
         max_new_tokens: maximum number of tokens per row, at least 0.
-
-    Raises:
-        ValueError: a number is out of range; while iterating, logits are not finite.
     """
 
     def __init__(
-        self,
-        model: Gecko,
-        prefills: Sequence[Prefill],
-        *,
-        seeds: Sequence[int],
-        sampling: Sampling,
-        max_new_tokens: int,
-        stop_tokens: Collection[int] = (),
-    ) -> None:
+        self, model: Gecko, prefills: Sequence[Prefill], *, seeds: Sequence[int], sampling: Sampling,
+        max_new_tokens: int, stop_tokens: Collection[int] = (),
+    ) -> None:  # fmt: skip
         check_new_tokens(max_new_tokens, sampling, model.config)
-        self._model = model
-        self._kept = [KeptStates() for _ in prefills]
+        self._model, self._kept = model, [KeptStates() for _ in prefills]
         self._reasons: dict[int, FinishReason] = {}
         prompt, stops = torch.empty(0, dtype=torch.int64, device="cpu"), frozenset(stop_tokens)
         with inference(model):
@@ -155,7 +139,14 @@ class TokenStream:
 
     def __iter__(self) -> Iterator[NewToken]:
         while self._batch.sequences:
-            yield from self._step()
+            with inference(self._model):
+                self._batch.decode()
+                for slot, message in self._batch.broken().items():
+                    raise ValueError(f"row {self._batch.sequences[slot].key}: {message}")
+                events = self._batch.draw()
+            ends = [event for event in events if isinstance(event, Finished)]
+            self._reasons |= {end.request_id: cast(FinishReason, end.reason) for end in ends}
+            yield from sorted(NewToken(event.request_id, event.token) for event in events if isinstance(event, Token))
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
@@ -167,8 +158,15 @@ class TokenStream:
         """State of every row after all of its tokens so far; one model call per row reads its last token."""
         with inference(self._model):
             active = {one.key: self._batch.end(slot) for slot, one in enumerate(self._batch.sequences)}
-            ends = [active[row] if kept.end is None else kept.end for row, kept in enumerate(self._kept)]
-            stacked = GeckoState.stack([self._final_state(end) for end in ends])
+            states = []
+            for row, kept in enumerate(self._kept):
+                end = active[row] if kept.end is None else kept.end
+                if end.pending_token is None:
+                    states.append(end.state.to(self._model.embedding.weight.device))
+                else:
+                    ids = torch.tensor([end.pending_token], device="cpu")
+                    states.append(read(self._model, [ids], end.state).state)
+            stacked = GeckoState.stack(states)
         # Tensors cloned outside inference mode can take part in autograd.
         return stacked.map(torch.clone)
 
@@ -178,25 +176,9 @@ class TokenStream:
             for slot in [slot for slot, one in enumerate(self._batch.sequences) if one.key == row]:
                 self._finish(slot, "stop")
 
-    def _step(self) -> list[NewToken]:
-        """Generate the next token of every active row; only this reads the tokens of the step before."""
-        with inference(self._model):
-            self._batch.decode()
-            for slot, message in self._batch.broken().items():
-                raise ValueError(f"row {self._batch.sequences[slot].key}: {message}")
-            events = self._batch.draw()
-        ends = [event for event in events if isinstance(event, Finished)]
-        self._reasons |= {end.request_id: cast(FinishReason, end.reason) for end in ends}
-        return sorted(NewToken(event.request_id, event.token) for event in events if isinstance(event, Token))
-
     def _finish(self, slot: int, reason: FinishReason) -> None:
         self._reasons[self._batch.sequences[slot].key] = reason
         self._batch.finish(slot)
-
-    def _final_state(self, end: EndState) -> GeckoState:
-        if end.pending_token is None:
-            return end.state.to(self._model.embedding.weight.device)
-        return read(self._model, [torch.tensor([end.pending_token], device="cpu")], end.state).state
 
 
 @dataclass(frozen=True)
@@ -222,22 +204,12 @@ class Generation:
 
 
 def generate(
-    model: Gecko,
-    prompt_tokens: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    seed: int | Sequence[int] | None = None,
-    stop_tokens: Collection[int] = (),
-    state: GeckoState | None = None,
-) -> Generation:
+    model: Gecko, prompt_tokens: Prompt | Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 1.0,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None, seed: int | Sequence[int] | None = None,
+    stop_tokens: Collection[int] = (), state: GeckoState | None = None,
+) -> Generation:  # fmt: skip
     """Generate a continuation of one or several prompts; the tokens of a prompt do not depend on the others.
 
     Prompts are prefilled in pieces and the state of a sequence has constant size, so memory does not depend on the
@@ -273,32 +245,21 @@ def generate(
         min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, logit_bias=logit_bias, seed=seed, stop_tokens=stop_tokens, state=state,
     )  # fmt: skip
-    generated: dict[int, list[int]] = {}
+    ids: list[list[int]] = [[] for _ in tokens.finish_reasons]
     for row, token in tokens:
-        generated.setdefault(row, []).append(token)
+        ids[row].append(token)
     reasons = [reason for reason in tokens.finish_reasons if reason is not None]
-    ids = [generated.get(row, []) for row in range(len(reasons))]
     texts = [] if tokenizer is None else [tokenizer.decode(row) for row in ids]
     return Generation(ids, reasons, tokens.state, texts)
 
 
 def stream(
-    model: Gecko,
-    prompt_tokens: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    seed: int | Sequence[int] | None = None,
-    stop_tokens: Collection[int] = (),
-    state: GeckoState | None = None,
-) -> TokenStream:
+    model: Gecko, prompt_tokens: Prompt | Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 1.0,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None, seed: int | Sequence[int] | None = None,
+    stop_tokens: Collection[int] = (), state: GeckoState | None = None,
+) -> TokenStream:  # fmt: skip
     """Return an iterator of ``(row, token)`` that generates tokens on demand.
 
     This call prefills the prompts. Arguments and errors as for ``generate``.
@@ -310,21 +271,91 @@ def stream(
     rows = as_rows(tokenizer, prompt_tokens, state)
     if tokenizer is not None:
         stop_tokens = {*stop_tokens, tokenizer.document_end}
-    states, seeds = _states(state, len(rows)), as_seeds(seed, len(rows))
+    states: Sequence[GeckoState | None] = [None] * len(rows)
+    if state is not None:
+        if state.batch_size not in (1, len(rows)):
+            raise ValueError(
+                f"state must have one row, which all prompts continue, or one row per prompt ({len(rows)}); "
+                f"got {state.batch_size}. Try state.rows([...])."
+            )
+        states = [state.rows([row if state.batch_size > 1 else 0]) for row in range(len(rows))]
+    seeds = as_seeds(seed, len(rows))
     check_new_tokens(max_new_tokens, sampling, model.config)
     prefills = [read(model, [row], before) for row, before in zip(rows, states, strict=True)]
     return TokenStream(
-        model, prefills, seeds=seeds, sampling=sampling,
-        max_new_tokens=max_new_tokens, stop_tokens=stop_tokens,
-    )  # fmt: skip
+        model, prefills, seeds=seeds, sampling=sampling, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
+    )
 
 
-def _states(state: GeckoState | None, rows: int) -> list[GeckoState] | list[None]:
-    if state is None:
-        return [None] * rows
-    if state.batch_size not in (1, rows):
-        raise ValueError(
-            f"state must have one row, which all prompts continue, or one row per prompt ({rows}); "
-            f"got {state.batch_size}. Try state.rows([...])."
-        )
-    return [state.rows([row if state.batch_size > 1 else 0]) for row in range(rows)]
+@dataclass(frozen=True)
+class LlamaPrefill:
+    """Key-value cache of one sequence and the logits of its next token."""
+
+    cache: KeyValues
+    logits: Tensor
+    """(V,), of the next token."""
+
+
+def prefill_llama(model: Llama, tokens: Iterable[Tensor], after: LlamaPrefill | None = None) -> LlamaPrefill:
+    """Read one sequence, given as 1-D integer tensors of any lengths. Raise TypeError or ValueError if the tokens are
+    not ids of the model, or there are none."""
+    before, reading = None if after is None else after.cache, None
+    for hidden, cache, _ in _read_llama(model, tokens, before):
+        with inference(model):
+            reading = LlamaPrefill(cache, model.lm_head(hidden[-1]))
+    if reading is None:
+        raise ValueError("a prompt must have at least one token; got none. Try the document start.")
+    return reading
+
+
+def score_llama(model: Llama, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the losses in nats of all tokens after the first, piece by piece; the keys and values of all are kept."""
+    last = None
+    for hidden, _, part in _read_llama(model, tokens, None):
+        before = hidden[:-1] if last is None else torch.cat([last, hidden[:-1]])
+        targets = part[1:] if last is None else part
+        last = hidden[-1:]
+        if len(targets):
+            with inference(model):
+                losses = token_cross_entropy(before, model.lm_head.weight, targets)
+            yield losses
+
+
+class LlamaStream:
+    """Iterator over the tokens that continue a prefilled sequence, all of row 0; a stop token ends it. The same logits
+    and seed give the same tokens as ``TokenStream``."""
+
+    def __init__(
+        self, model: Llama, reading: LlamaPrefill, *, seed: int, temperature: float, max_new_tokens: int,
+        stop_tokens: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        self._model, self._reading, self._left = model, reading, max_new_tokens
+        self._stop_tokens = frozenset(stop_tokens)
+        self._sampler = Sampler([Sampling(temperature)], reading.logits.device)
+        self._random = RandomNumbers(seed)
+
+    def __iter__(self) -> Iterator[NewToken]:
+        while self._left:
+            (token,) = self._sampler.draw(self._reading.logits.unsqueeze(0), [self._random])
+            if token in self._stop_tokens:
+                return
+            self._left -= 1
+            yield NewToken(0, token)
+            if self._left:
+                self._reading = prefill_llama(self._model, [torch.tensor([token], device="cpu")], self._reading)
+
+    def stop(self, row: int) -> None:
+        """Generate no more tokens."""
+        self._left = 0
+
+
+def _read_llama(
+    model: Llama, tokens: Iterable[Tensor], cache: KeyValues | None
+) -> Iterator[tuple[Tensor, KeyValues, Tensor]]:
+    """Yield per piece: the input of the head (n, D), the cache after it, and its tokens."""
+    device = model.lm_head.weight.device
+    for part in cut(checked(tokens, model.config.vocab_size), LLAMA_PIECE, LLAMA_PIECE):
+        part = part.to(device)
+        with inference(model):
+            hidden, cache = model.read(part.unsqueeze(0), cache)
+        yield hidden[0], cache, part

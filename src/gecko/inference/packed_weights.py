@@ -137,29 +137,23 @@ class PackedWeights:
         self._turns = _turns(blocks[0].mixer.pattern, model.config)
 
     def with_states(self, state: GeckoState, rows: int | None = None) -> Network:
-        """Return the network that changes the rows of ``state`` in place.
+        """Return the network that changes the rows of ``state`` in place, at most ``rows`` of them in one call.
 
-        Each tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all. One call
-        may change ``rows`` rows at most; None: all.
+        Each tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all.
         """
         layers = [_with_state(*both) for both in zip(self._layers, state.mixers, strict=True)]
         ring = state.mixers[0].attention
+        page_bytes = 0 if ring.keys.is_contiguous() else ring.keys.stride(0) * ring.keys.itemsize
         rounded = {
             f"{name}_are_bfloat16": int(getattr(ring, name).dtype == torch.bfloat16) for name in ("keys", "values")
         }
         kernels = importlib.import_module(f"gecko.ops.decoding.{self._backend}")
         network: Network = kernels.Network({
             **_numbers(self._config), **self._ends, "final_norm": {**self._final_norm, **_norm_state(state.final_norm)},
-            "rows": rows or state.batch_size, "page_bytes": _page_bytes(state), **self._turns, **rounded,
+            "rows": rows or state.batch_size, "page_bytes": page_bytes, **self._turns, **rounded,
             "layer": layers,
         }, (state.clock.position, state.clock.document_start))  # fmt: skip
         return network
-
-
-def _page_bytes(state: GeckoState) -> int:
-    """Return the bytes from row to row of tensors that are views of pages; 0 if each tensor is contiguous."""
-    keys = state.mixers[0].attention.keys
-    return 0 if keys.is_contiguous() else keys.stride(0) * keys.itemsize
 
 
 def matrix(weight: Tensor, bias: Tensor | None = None) -> Weights:
@@ -217,27 +211,20 @@ def _factor(norm: TimestepNorm | LayerNorm | BlockRMSNorm, features: int) -> Ten
 
 
 def _mixer(mixer: GatedAttention) -> Record:
-    config = mixer.config
-    names = (
-        "to_shared", "to_query", "to_key", "to_value", "to_gate", "to_memory_gate", "to_hidden", "to_output"
-    )  # fmt: skip
-    layers = {name: layer for name in names if (layer := getattr(mixer, name)) is not None}
-    return {
-        "norm": _running_norm(mixer.norm, config.model_dim), **_average(mixer), **_scales(mixer),
+    features = mixer.config.model_dim
+    found: Record = {
+        "norm": _running_norm(mixer.norm, features), **_scales(mixer),
         "memory_factor": None if mixer.memory_factor is None else _vector(mixer.memory_factor),
-        **{name: matrix(layer.weight, layer.bias) for name, layer in layers.items()},
     }  # fmt: skip
-
-
-def _average(mixer: GatedAttention) -> Record:
-    if mixer.cema is None or mixer.cema_norm is None:
-        return {}
-    features, omega = mixer.config.model_dim, mixer.cema.omega
-    return {
-        "cema_tables": _cema_tables(mixer.cema),
-        "cema_skip": _plus_one(None, features) if omega is None else _vector(omega),
-        "cema_norm": _plus_one(mixer.cema_norm.weight, features),
-    }
+    for name in ("shared", "query", "key", "value", "gate", "memory_gate", "hidden", "output"):
+        if (layer := getattr(mixer, f"to_{name}")) is not None:
+            found[f"to_{name}"] = matrix(layer.weight, layer.bias)
+    if mixer.cema is not None and mixer.cema_norm is not None:
+        omega = mixer.cema.omega
+        found["cema_tables"] = _cema_tables(mixer.cema)
+        found["cema_skip"] = _plus_one(None, features) if omega is None else _vector(omega)
+        found["cema_norm"] = _plus_one(mixer.cema_norm.weight, features)
+    return found
 
 
 def _scales(mixer: GatedAttention) -> Record:
@@ -265,11 +252,8 @@ def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
 
 @torch.no_grad()
 def _cema_tables(cema: CEMA) -> Tensor:
-    """Return (4, D, 2N rounded up to 16), for h ← table 0 · h + table 1 · (h, parts swapped) + table 2 · x.
-
-    The sum of table 3 · h is y.
-    With h = (real, imaginary) and q = (a, b): q h = (a, a) · h + (−b, b) · swapped h.
-    """
+    """Return (4, D, 2N rounded up to 16): h ← table 0 · h + table 1 · (h, parts swapped) + table 2 · x, and the sum of
+    table 3 · h is y. With h = (real, imaginary) and q = (a, b): q h = (a, a) · h + (−b, b) · swapped h."""
     coefficients = cema.coefficients()
     q = torch.view_as_real(coefficients.factor.to(torch.complex64))
     real, imaginary = q[..., :1], q[..., 1:]

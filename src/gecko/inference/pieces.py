@@ -26,7 +26,11 @@ def pieces(
     ValueError if the state has several rows; while iterating, TypeError or ValueError if tokens are not ids of the
     model."""
     size = piece_length(config) if piece is None else piece
-    return cut(checked(tokens, config.vocab_size), _until_border(state, size), size)
+    if state is not None and state.batch_size != 1:
+        raise ValueError(f"state must have one row; got {state.batch_size}. Try state.rows([0]).")
+    # Pieces end where chunks end.
+    first = size if state is None else size - state.position[0] % size
+    return cut(checked(tokens, config.vocab_size), first, size)
 
 
 def piece_length(config: GeckoConfig) -> int:
@@ -43,12 +47,9 @@ class PiecePace:
     """
 
     def __init__(self, config: GeckoConfig, seconds: float) -> None:
-        window = 2 * config.chunk_size
-        counts = [piece_length(config) // window]
-        while counts[-1] > 1 and counts[-1] // 2 * window >= LEAST_PIECE:
-            counts.append(counts[-1] // 2)
-        self._sizes = [count * window for count in counts]
-        self._seconds = seconds
+        window, self._sizes, self._seconds = 2 * config.chunk_size, [piece_length(config)], seconds
+        while (half := self._sizes[-1] // window // 2 * window) >= LEAST_PIECE:
+            self._sizes.append(half)
         self._per_token: float | None = None
 
     @property
@@ -65,15 +66,6 @@ class PiecePace:
             return
         now = seconds / tokens
         self._per_token = now if self._per_token is None else (self._per_token + now) / 2
-
-
-def _until_border(state: GeckoState | None, size: int) -> int:
-    """Return the number of tokens to the next multiple of ``size``, so that pieces end where chunks end."""
-    if state is None:
-        return size
-    if state.batch_size != 1:
-        raise ValueError(f"state must have one row; got {state.batch_size}. Try state.rows([0]).")
-    return size - state.position[0] % size
 
 
 def checked(tokens: Iterable[Tensor], vocab_size: int) -> Iterator[Tensor]:

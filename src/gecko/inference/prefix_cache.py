@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from gecko.state import GeckoState
 _KNOWN_PREFIXES = 1 << 16
 """Maximum number of keys that are remembered without a state, about 150 bytes each."""
 
-
 Key = tuple[bytes, bytes]
 """Key of a prefix: the hash of its whole chunks, and the bytes of its tokens after them."""
 
 
-@dataclass(frozen=True)
-class Prefix:
+class Prefix(NamedTuple):
     """Result of looking up a prompt in the cache."""
 
     length: int
@@ -40,10 +38,7 @@ class PrefixCache:
     States have constant size but are large, so up to three are kept per prompt: at its end with the logits of the next
     token, for the same prompt and for prompts that continue it; after its last whole piece, for prompts that end
     differently; and after the whole chunks that it shares with an earlier prompt, which other prompts are likely to
-    share.
-
-    Args:
-        max_bytes: maximum memory of all states.
+    share. All states together take ``max_bytes`` at most.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -53,7 +48,6 @@ class PrefixCache:
             )
         self.max_bytes = max_bytes
         self.hits = 0
-        """Prompts that had a cached prefix."""
         self.misses = 0
         self.bytes = 0
         """Memory of the cached states and logits."""
@@ -63,18 +57,18 @@ class PrefixCache:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def find(self, model: str, prompt: Tensor, chunk_size: int, piece: int) -> Prefix:
-        """Find the longest cached prefix: the whole prompt with its logits, or one that leaves at least one token.
-
-        Args:
-            model: fingerprint of the weights; states of other weights do not match.
-            prompt: 1-D int64, from the start of a sequence.
-        """
+        """Find the longest cached prefix of a prompt (1-D int64, from the start of a sequence): the whole prompt with
+        its logits, or one that leaves at least one token. ``model`` is the fingerprint of the weights."""
         hashes = list(_hashes(model, prompt, chunk_size))
         tail = prompt[(len(hashes) - 1) * chunk_size :].numpy().tobytes()
         found = self._longest(hashes, prompt, chunk_size)
         shared = max((count for count, key in enumerate(hashes) if count and key in self._known), default=0)
         whole_pieces = (len(prompt) - 1) // piece * piece // chunk_size
-        self._remember(hashes[1:])
+        for key in reversed(hashes[1:]):  # short prefixes last, so that they are evicted last
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > _KNOWN_PREFIXES:
+            self._known.popitem(last=False)
         length = 0 if found is None else found[0]
         borders = {count * chunk_size: (hashes[count], b"") for count in (shared, whole_pieces)}
         borders[len(prompt)] = hashes[-1], tail
@@ -96,7 +90,9 @@ class PrefixCache:
         if entry.bytes > self.max_bytes:
             return
         self.bytes += entry.bytes - (0 if earlier is None else earlier.bytes)
-        self._entries[key] = entry.copy()
+        # The tensors of a state that a model returned may be views of much larger tensors.
+        own = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
+        self._entries[key] = _Entry(own, None if logits is None else logits.clone())
         self._tails[key[0]].add(key[1])
         while self.bytes > self.max_bytes:
             (chunks, tail), evicted = self._entries.popitem(last=False)
@@ -116,28 +112,14 @@ class PrefixCache:
                     return length, key
         return None
 
-    def _remember(self, hashes: list[bytes]) -> None:
-        # Short prefixes are added last, so that they are evicted last.
-        for key in reversed(hashes):
-            self._known[key] = None
-            self._known.move_to_end(key)
-        while len(self._known) > _KNOWN_PREFIXES:
-            self._known.popitem(last=False)
 
-
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     state: GeckoState
     logits: Tensor | None
 
     @property
     def bytes(self) -> int:
         return self.state.num_bytes + (0 if self.logits is None else self.logits.nbytes)
-
-    def copy(self) -> _Entry:
-        # The tensors of a returned state may be views of much larger tensors.
-        state = self.state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
-        return _Entry(state, None if self.logits is None else self.logits.clone())
 
 
 def _hashes(model: str, tokens: Tensor, chunk_size: int) -> Iterator[bytes]:

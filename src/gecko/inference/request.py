@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from gecko.config import GeckoConfig
 from gecko.inference.grammar import Constraint
 from gecko.inference.pieces import pieces
-from gecko.inference.prefill import PromptScores
 from gecko.inference.sampling import Sampling, check_seed
 from gecko.state import GeckoState
 
@@ -123,6 +122,19 @@ class Token:
     """In nats, before temperature and cuts; None if it was not requested."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """(id, log-probability) of the most likely tokens, in descending order."""
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities in nats of the n tokens of a prompt, given the tokens before them; the first one has none."""
+
+    tokens: Tensor
+    """(n,) int64."""
+    logprobs: Tensor
+    """(n − 1,) float64, of the tokens after the first."""
+    top_ids: Tensor
+    """(n − 1, k) int64, the most likely tokens at these places, in descending order."""
+    top_logprobs: Tensor
+    """(n − 1, k) float64."""
 
 
 @dataclass(frozen=True, eq=False)

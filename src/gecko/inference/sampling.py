@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +27,9 @@ MAX_PENALTY = 2.0
 """Largest magnitude of the presence and frequency penalties, as in OpenAI's API."""
 
 
-_SEEDS = 1 << 64
-
-
 def check_seed(seed: int) -> None:
     """Raise ValueError unless ``seed`` fits in 64 bits, signed or not."""
-    if not -_SEEDS // 2 <= seed < _SEEDS:
+    if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"a seed must fit in 64 bits; got {seed}. Try a smaller one.")
 
 
@@ -39,10 +38,8 @@ class Sampling:
     """Sampling parameters of one sequence.
 
     They are applied in this order: logit bias, repetition penalty, presence and frequency penalties, temperature,
-    top-k, top-p of the tokens that top-k keeps, min-p of the tokens that top-p keeps.
-
-    Raises:
-        ValueError: a number is out of range.
+    top-k, top-p of the tokens that top-k keeps, min-p of the tokens that top-p keeps. Raise ValueError if a number is
+    out of range.
     """
 
     temperature: float = 1.0
@@ -63,26 +60,24 @@ class Sampling:
     """Subtracted from the logit of a token once for every time it was generated before; −2 to 2."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be 0 (greedy) or above; got {self.temperature}. Try 0.8.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, or None for no limit; got {self.top_k}.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, or None for no limit; got {self.top_p}.")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in 0..1, or None for no limit; got {self.min_p}. Try 0.05.")
         least, most = _PENALTIES
-        if not least <= self.repetition_penalty <= most:
-            raise ValueError(
-                f"repetition_penalty must be in {least}..{most:g}, and is 1 for none; "
-                f"got {self.repetition_penalty}. Try 1.1."
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
-                raise ValueError(
-                    f"{name} must be in −{MAX_PENALTY:g}..{MAX_PENALTY:g}, and is 0 for none; "
-                    f"got {getattr(self, name)}. Try 0.5."
-                )
+        extra = f"must be in −{MAX_PENALTY:g}..{MAX_PENALTY:g}, and is 0 for none"
+        rules: tuple[tuple[str, Any, float, float, str, str], ...] = (
+            ("temperature", self.temperature, 0, sys.float_info.max, "must be 0 (greedy) or above", " Try 0.8."),
+            ("top_k", self.top_k, 1, math.inf, "must be at least 1, or None for no limit", ""),
+            ("top_p", self.top_p, math.ulp(0), 1, "must be above 0 and at most 1, or None for no limit", ""),
+            ("min_p", self.min_p, 0, 1, "must be in 0..1, or None for no limit", " Try 0.05."),
+            (
+                "repetition_penalty", self.repetition_penalty, least, most,
+                f"must be in {least}..{most:g}, and is 1 for none", " Try 1.1.",
+            ),
+            ("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY, extra, " Try 0.5."),
+            ("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY, extra, " Try 0.5."),
+        )  # fmt: skip
+        for name, value, low, high, rule, advice in rules:
+            may_be_none = name in ("top_k", "top_p", "min_p")
+            if not (may_be_none and value is None) and not low <= value <= high:
+                raise ValueError(f"{name} {rule}; got {value}.{advice}")
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise ValueError(
@@ -151,9 +146,7 @@ class Sampler:
 
         drawn = [samplings[row] for row in self._drawn]
         self._temperature = self._column([sampling.temperature for sampling in drawn])
-        self._top_k = self._limits(
-            [None if sampling.top_k is None else min(sampling.top_k, _ALL) for sampling in drawn]
-        )
+        self._top_k = self._limits([None if x.top_k is None else min(x.top_k, _ALL) for x in drawn])
         self._top_p = self._limits([None if sampling.top_p == 1 else sampling.top_p for sampling in drawn])
         self._min_p = self._limits([sampling.min_p for sampling in drawn])
 
@@ -175,15 +168,10 @@ class Sampler:
                 each token.
         """
         if self._plain and samples_in_c(logits):
-            uniforms = [
-                0.0 if temperature == 0 else random.draw()
-                for temperature, random in zip(self._temperatures, randoms, strict=True)
-            ]
+            uniforms = [random.draw() if x else 0.0 for x, random in zip(self._temperatures, randoms, strict=True)]
             return sample(logits, self._temperatures, uniforms)
         scores = self._adjusted(logits, seen, counts)
-        if not self._drawn:
-            return scores.argmax(-1).tolist()
-        chosen = self._choose(scores, [randoms[row] for row in self._drawn])
+        chosen = self._choose(scores, [randoms[row] for row in self._drawn]) if self._drawn else []
         if self._index is None:
             return chosen
         tokens: list[int] = scores.argmax(-1).tolist()

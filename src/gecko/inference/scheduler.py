@@ -11,9 +11,8 @@ import torch
 from gecko.inference.batch import DecodingBatch
 from gecko.inference.grammar import ConstraintError
 from gecko.inference.pieces import PiecePace, piece_length
-from gecko.inference.prefill import Prefill, inference
+from gecko.inference.prefill import Prefill, PromptPrefill, inference, read_together, together
 from gecko.inference.prefix_cache import PrefixCache
-from gecko.inference.prompts import PromptPrefill, read_together, together
 from gecko.inference.request import Event, Finished, PromptRead, QueueFullError, Request, Token
 from gecko.models.gecko import Gecko
 
@@ -51,9 +50,8 @@ class Engine:
         for name, value, least in (("rows", rows, 1), ("max_queued", max_queued, 1), ("piece", piece, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}; got {value}.")
-        self._model, self._cache, self._max_queued = model, prefix_cache, max_queued
-        self._piece = piece
-        self._long_piece = piece or piece_length(model.config)
+        self._model, self._cache, self._rows, self._max_queued = model, prefix_cache, rows, max_queued
+        self._piece, self._long_piece = piece, piece or piece_length(model.config)
         self._pace = PiecePace(model.config, STEP_SECONDS)
         self._ids = count()
         self._queue: dict[int, Request] = {}
@@ -62,8 +60,6 @@ class Engine:
         self._steps = 0
         self._prefills: deque[PromptPrefill] = deque()
         self._results: deque[tuple[PromptPrefill, Prefill]] = deque(maxlen=KEPT_RESULTS)
-        """Read prompts that waiting requests share."""
-        self._rows = rows
         self._batch = DecodingBatch(model, rows, window_dtype)
         """The decoding sequences; their keys are ids of requests."""
         self._pending: list[Event] = []
@@ -123,12 +119,9 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop all requests, also after a step that failed midway; no events of them follow."""
-        self._batch.clear()
         self._pending = []
-        self._queue.clear()
-        self._arrivals.clear()
-        self._prefills.clear()
-        self._results.clear()
+        for held in (self._batch, self._queue, self._arrivals, self._prefills, self._results):
+            held.clear()
 
     def step(self) -> list[Event]:
         """Prefill a piece of a prompt or several short prompts, then generate a token for every decoding sequence."""
@@ -136,7 +129,9 @@ class Engine:
         self._steps += 1
         with inference(self._model):
             self._batch.decode()
-            self._read_piece(events)
+            self._admit(events)
+            if self._prefills:
+                self._read_piece(events)
             if self._batch.sequences:
                 drawn = self._batch.draw()
                 self.tokens_made += sum(isinstance(event, Token) for event in drawn)
@@ -145,9 +140,6 @@ class Engine:
 
     def _read_piece(self, events: list[Event]) -> None:
         """Prefill a piece of the next prompt, and short prompts beside it."""
-        self._admit(events)
-        if not self._prefills:
-            return
         group = self._next_group()
         prefills = [prefill for prefill, _ in group]
         for prefill in prefills:
@@ -165,11 +157,11 @@ class Engine:
         """Return the prompts to read in the next call, each with its piece."""
         first, *others = sorted(self._prefills, key=lambda one: one.remaining + AGEING * one.arrival)
         first.start()
-        piece = self._next_piece(first)
-        if first.known is not None:
-            return [(first, piece)]
-        budget = self._piece or (self._pace.piece if self._batch.sequences else self._long_piece)
-        return together([first, *others], piece, budget)
+        budget = piece = self._piece or (self._pace.piece if self._batch.sequences else self._long_piece)
+        # A call for a short rest takes almost as long as one for a piece, so the last piece may be longer.
+        if self._piece is None and first.remaining <= min(3 * piece // 2, self._long_piece):
+            piece = first.position + first.remaining
+        return [(first, piece)] if first.known is not None else together([first, *others], piece, budget)
 
     def _take_result(self, prefill: PromptPrefill, result: Prefill | Exception | None, events: list[Event]) -> None:
         """Go on with a prompt of which a piece was read; at its end, its sequences join the batch."""
@@ -186,14 +178,6 @@ class Engine:
             self._results.append((prefill, result))
         for request_id, request in prefill.requests.items():
             self._add_sequence(request_id, request, result, events)
-
-    def _next_piece(self, prefill: PromptPrefill) -> int:
-        if self._piece is not None:
-            return self._piece
-        piece = self._pace.piece if self._batch.sequences else self._long_piece
-        # A call for a short rest takes almost as long as one for a piece, so the last piece may be longer.
-        rest_fits = prefill.remaining <= min(3 * piece // 2, self._long_piece)
-        return prefill.position + prefill.remaining if rest_fits else piece
 
     def _admit(self, events: list[Event]) -> None:
         """Admit waiting requests while places are free."""

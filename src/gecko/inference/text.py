@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -12,29 +12,24 @@ from gecko.data import StreamDecoder, Tokenizer
 from gecko.data.text_stream import REPLACEMENT, letter
 from gecko.inference.calls import CallPart, CallReader, overlap
 from gecko.inference.generate import NewToken
-from gecko.inference.prefill import PromptScores
-from gecko.inference.request import Token
+from gecko.inference.request import PromptScores, Token
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Check stop strings. Raise ValueError if one is empty."""
+    """Raise ValueError if a stop string is empty."""
     if not all(stops):
         raise ValueError(f"a stop string must have at least one character; got {list(stops)}.")
 
 
 class StopStrings:
-    """Filter that passes text on until one of ``stops`` is complete; a possible start of one is held back.
-
-    The stop string that is complete first ends the text; if several end together, the longest one. Raise ValueError for
-    an empty stop string.
-    """
+    """Filter that passes text on until one of ``stops`` is complete; a possible start of one is held back. If several
+    end together, the longest one ends the text. Raise ValueError for an empty stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         check_stops(stops)
         self._stops = sorted(stops, key=len, reverse=True)
         self._held = ""
         self.matched: str | None = None
-        """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
         """Return the text that cannot belong to a stop string; none after a stop string is complete."""
@@ -77,15 +72,12 @@ class TextStream(Generic[S]):
     """Iterator over the text of one row, piece by piece; iterate once.
 
     A piece is yielded as soon as its characters are complete and cannot belong to a stop string. The stop string itself
-    is not yielded, but the state of the row has read it.
+    is not yielded, but the state of the row has read it. Raise ValueError for an empty stop string.
 
     Args:
         tokens: a stream of one row.
         stops: stop strings; the text ends before the first of them.
         goes_on: whether the row follows other text, as for ``StreamDecoder``.
-
-    Raises:
-        ValueError: an empty stop string.
     """
 
     def __init__(self, tokens: S, tokenizer: Tokenizer, stops: Sequence[str] = (), *, goes_on: bool = False) -> None:
@@ -109,31 +101,6 @@ class TextStream(Generic[S]):
         yield from filter(None, [self._stops.push(self._decoder.flush()) + self._stops.flush()])
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token and its log-probability."""
-
-    token: int
-    text: str | None
-    """Text of the token inside a longer text; None if it has none by itself, as a part of a character."""
-    logprob: float | None
-    """None for the first token of a prompt."""
-
-    @property
-    def name(self) -> str:
-        return f"token_id:{self.token}" if self.text is None else self.text
-
-
-@dataclass(frozen=True)
-class TokenText:
-    """A token of a prompt or of an answer with log-probabilities."""
-
-    chosen: TokenLogprob
-    top_logprobs: tuple[TokenLogprob, ...]
-    offset: int
-    """Characters of the choice's text before the token."""
-
-
 class TokenNames:
     """Texts of tokens inside a longer text, each decoded once."""
 
@@ -151,32 +118,23 @@ class TokenNames:
             self._texts[token] = None if not text or REPLACEMENT in text else text
         return self._texts[token]
 
-    def logprob(self, token: int, logprob: float | None) -> TokenLogprob:
-        return TokenLogprob(token, self.text(token), logprob)
+    def name(self, token: int) -> str:
+        """Return the text of a token, or its number if it has none."""
+        text = self.text(token)
+        return f"token_id:{token}" if text is None else text
 
-    def describe(self, token: int, logprob: float | None, top: Iterable[tuple[int, float]], offset: int) -> TokenText:
-        """Return a token with its most likely alternatives, given as ids and log-probabilities."""
-        return TokenText(self.logprob(token, logprob), tuple(self.logprob(*other) for other in top), offset)
-
-
-@dataclass(frozen=True, eq=False)
-class PromptText:
-    """Log-probabilities of a prompt, and how to name its tokens. Naming the tokens of a long prompt takes seconds."""
-
-    scores: PromptScores
-    names: TokenNames
-    tokenizer: Tokenizer
-
-    def tokens(self) -> list[TokenText]:
-        """Return the tokens of the prompt; the first one has no log-probabilities."""
-        ids, decoder = self.scores.tokens.tolist(), StreamDecoder(self.tokenizer)
-        rest = zip(*(column.tolist() for column in self.scores[1:]), strict=True)
+    def places(self, scores: PromptScores) -> Iterator[PlacedToken]:
+        """Yield the tokens of a prompt; the first one has no log-probabilities. A long prompt takes seconds."""
+        decoder, offset = StreamDecoder(self._tokenizer), 0
+        rest = zip(*(column.tolist() for column in scores[1:]), strict=True)
         columns = chain([(None, (), ())], rest)
-        found, offset = [], 0
-        for token, (logprob, top_ids, top_logprobs) in zip(ids, columns, strict=True):
-            found.append(self.names.describe(token, logprob, zip(top_ids, top_logprobs, strict=True), offset))
+        for token, (logprob, top_ids, top_logprobs) in zip(scores.tokens.tolist(), columns, strict=True):
+            yield Token(0, token, logprob, tuple(zip(top_ids, top_logprobs, strict=True))), offset
             offset += len(decoder.push([token]))
-        return found
+
+
+PlacedToken = tuple[Token, int]
+"""A token with log-probabilities, and the characters of its choice's text before it."""
 
 
 @dataclass(frozen=True)
@@ -185,54 +143,45 @@ class Piece:
 
     choice: int
     text: str
-    tokens: tuple[TokenText, ...]
+    tokens: tuple[PlacedToken, ...]
     """Tokens since the last piece, if log-probabilities were requested."""
     position: int
     """Tokens that the state of the choice has read."""
     finish_reason: str | None = None
     calls: tuple[CallPart, ...] = ()
     """New parts of calls, which come after all text."""
-    prompt: PromptText | None = None
+    prompt: PromptScores | None = None
     """Log-probabilities of the prompt, in the first piece, if they were requested."""
-    stop_token: TokenText | None = None
+    stop_token: PlacedToken | None = None
     """The stop token, which has no text, in the last piece, if log-probabilities were requested."""
 
 
 class ChoiceText:
-    """Incremental detokenizer of one choice of an answer.
+    """Incremental detokenizer of one choice of an answer, after a state at ``position``.
 
-    A piece is returned as soon as its characters are complete and cannot belong to a stop string.
-
-    Args:
-        index: number of the choice in the answer.
-        stops: stop strings; the text of the first ``min_tokens`` tokens may contain them.
-        position: position of the state after the prompt.
-        goes_on: whether the choice follows other text, as for ``StreamDecoder``.
-        echo: text at the beginning of the first piece.
-        scored: whether the log-probabilities of the prompt are part of the answer.
-        names: names of tokens, which all choices of a tokenizer may share.
-        reader: finds calls of functions in the text; None: all of it is text.
-        marks: texts of special tokens in calls, by their ids.
+    A piece is returned as soon as its characters are complete and cannot belong to a stop string; the text of the first
+    ``min_tokens`` tokens may contain them. The first piece begins with ``echo``. ``goes_on`` as for ``StreamDecoder``;
+    ``scored``: whether the log-probabilities of the prompt are part of the answer; ``reader`` finds calls of functions,
+    in which the special tokens of ``marks`` have texts.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False,
-        min_tokens: int = 0, echo: str = "", scored: bool = False, names: TokenNames | None = None,
-        reader: CallReader | None = None, marks: Mapping[int, str] = MappingProxyType({}),
+        min_tokens: int = 0, echo: str = "", scored: bool = False, reader: CallReader | None = None,
+        marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.index = index
         self.num_tokens = 0
         self.awaits_scores = scored
         """Whether the log-probabilities of the prompt are still missing."""
-        self._tokenizer, self._start, self._min_tokens = tokenizer, position, min_tokens
-        self._names = TokenNames(tokenizer) if names is None else names
+        self._start, self._min_tokens = position, min_tokens
         self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
         self._echo, self._decoded = echo, len(echo)
         self._reader, self.marks = reader, marks
         """Texts of special tokens in calls, by their ids."""
         self._written: list[str] = []
-        self._prompt: PromptText | None = None
-        self._unsent: list[TokenText] = []
+        self._prompt: PromptScores | None = None
+        self._unsent: list[PlacedToken] = []
 
     @property
     def stopped(self) -> bool:
@@ -252,13 +201,13 @@ class ChoiceText:
 
     def begin(self, scores: PromptScores) -> None:
         """Take the log-probabilities of the prompt, which become part of the first piece."""
-        self._prompt, self.awaits_scores = PromptText(scores, self._names, self._tokenizer), False
+        self._prompt, self.awaits_scores = scores, False
 
     def push(self, token: Token) -> Piece | None:
         """Return the piece that ``token`` completes, if any; the last one if it completes a stop string."""
         self.num_tokens += 1
         if token.logprob is not None:
-            self._unsent.append(self._token_text(token))
+            self._unsent.append((token, self._decoded))
         decoded = self._decoder.push([token.token]) + self.marks.get(token.token, "")
         self._decoded += len(decoded)
         text, calls = self._read(self._stops.push(decoded) if self.num_tokens > self._min_tokens else decoded)
@@ -268,7 +217,7 @@ class ChoiceText:
 
     def finish(self, reason: str, stop_token: Token | None = None) -> Piece:
         """Return the last piece, with the text that was held back."""
-        stop = None if stop_token is None else self._token_text(stop_token)
+        stop = None if stop_token is None else (stop_token, self._decoded)
         text, calls = self._read(self._stops.push(self._decoder.flush()) + self._stops.flush())
         return self._piece(text, calls, reason, stop)
 
@@ -278,7 +227,7 @@ class ChoiceText:
         return (text, ()) if self._reader is None else self._reader.push(text)
 
     def _piece(
-        self, text: str, calls: tuple[CallPart, ...], reason: str | None = None, stop_token: TokenText | None = None
+        self, text: str, calls: tuple[CallPart, ...], reason: str | None = None, stop_token: PlacedToken | None = None
     ) -> Piece:
         if reason is not None and self._reader is not None:
             text += self._reader.flush()
@@ -287,6 +236,3 @@ class ChoiceText:
         echo, self._echo, prompt, self._prompt = self._echo, "", self._prompt, None
         position = self._start + self.num_tokens
         return Piece(self.index, echo + text, tokens, position, reason, calls, prompt, stop_token)
-
-    def _token_text(self, token: Token) -> TokenText:
-        return self._names.describe(token.token, token.logprob, token.top_logprobs, self._decoded)

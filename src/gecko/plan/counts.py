@@ -12,7 +12,7 @@ import torch
 
 from gecko.config import GeckoConfig
 from gecko.inference import piece_length
-from gecko.inference.llama import PIECE_TOKENS
+from gecko.inference.generate import LLAMA_PIECE
 from gecko.models import LlamaConfig, ModelConfig
 from gecko.ops.scan import SCAN_CHUNK
 from gecko.state import GeckoState
@@ -185,7 +185,7 @@ class LlamaCounts:
         return {"keys": one, "values": one}
 
     def piece(self) -> int:
-        return PIECE_TOKENS
+        return LLAMA_PIECE
 
     def context_bytes(self, itemsize: int, ranks: int) -> int:
         """Return 0: context ranks are not supported."""

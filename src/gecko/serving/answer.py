@@ -1,8 +1,12 @@
-"""Answer to one request: the pieces of all its choices as they are generated, sent until the client disconnects."""
+"""Answers to requests, and the thread that runs the engine for them.
+
+An answer has the pieces of all choices of its request as they are generated, sent until the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -12,10 +16,10 @@ from typing import TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gecko.inference.request import Event, PromptRead, Token
+from gecko.inference.request import Event, Finished, PromptRead, Request, Token
+from gecko.inference.scheduler import Engine
 from gecko.inference.text import ChoiceText, Piece
-from gecko.serving.limits import ApiError, ClientGoneError
-from gecko.serving.metrics import Metrics
+from gecko.serving.limits import ApiError, ClientGoneError, Metrics
 from gecko.serving.prepare import Prepared
 from gecko.serving.replies import Usage
 
@@ -23,17 +27,16 @@ _SLICE_BYTES = 1 << 16
 """Maximum number of bytes of an answer that are handed to the connection at once."""
 _SENDING_SECONDS = 5
 """Seconds to send the rest of a stream after the time limit of its request."""
+_LOG = logging.getLogger("gecko.serving")
 T = TypeVar("T")
 
 
 class Answer:
     """Answer to one request, for the event loop. Iterate over ``pieces`` once or await ``whole``; always ``close`` it.
 
-    Args:
-        cancel: cancels requests of the engine by their ids; those of finished requests have no effect.
-        arrival: when the client sent the request, in seconds of ``time.monotonic``.
-        deadline: when the events end, in the same clock.
-        release: called by ``close``; more than one call must have the effect of one.
+    ``cancel`` cancels requests of the engine by their ids; those of finished requests have no effect. ``arrival`` and
+    ``deadline`` are when the client sent the request and when the events end, in seconds of ``time.monotonic``.
+    ``release`` is called by ``close``; more than one call must have the effect of one.
     """
 
     def __init__(
@@ -44,9 +47,7 @@ class Answer:
         self._prepared, self._cancel, self._metrics, self._release = prepared, cancel, metrics, release
         self._arrival, self._deadline = arrival, deadline
         self._choices: dict[int, ChoiceText] = {}
-        """The choices by the ids of their requests."""
         self._open: set[int] = set()
-        """Ids of the requests that are not finished."""
         self._last_token: dict[int, float] = {}
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
@@ -55,7 +56,7 @@ class Answer:
     def usage(self) -> Usage:
         """Token counts so far."""
         made = sum(choice.num_tokens for choice in self._prepared.choices)
-        return replace(self._prepared.usage, completion_tokens=made)
+        return self._prepared.usage._replace(completion_tokens=made)
 
     @property
     def seconds_left(self) -> float:
@@ -87,12 +88,11 @@ class Answer:
         """Yield new text of any choice until all choices are finished or the time limit is reached. Raise ApiError 504
         if no token was generated within the time limit, 500 if the model fails, 503 if the server stops."""
         while self._open:
-            event = await self.next()
+            event, found = await self.next(), []
             if event is None:
-                found: list[Piece] = self._end_all()
-            else:
-                piece = self._take(event) if event.request_id in self._open else None
-                found = [] if piece is None else [piece]
+                found = self._end_all()
+            elif event.request_id in self._open and (taken := self._take(event)) is not None:
+                found = [taken]
             for piece in found:
                 if piece.finish_reason is not None and (piece.text or piece.tokens or piece.calls):
                     # Clients drop the text of a chunk that has a finish_reason.
@@ -159,6 +159,163 @@ class Answer:
         self._open.clear()
 
 
+class WorkerClosedError(RuntimeError):
+    """The engine thread has stopped or is stopping."""
+
+
+class Worker:
+    """Thread that runs the steps of the engine while it has requests.
+
+    The methods are for the event loop; only the thread accesses the engine. Commands of the event loop are executed in
+    order between two steps.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._closing, self._changed = engine, False, threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self._running: dict[int, Answer] = {}
+        self._alive: set[int] = set()
+        self._thread = threading.Thread(target=self._work, name="gecko-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; call this on the event loop that will submit."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    async def submit(self, requests: Sequence[Request], answer: Answer) -> None:
+        """Submit requests to the engine, all or none; ``answer`` gets their events. Raise ValueError, TypeError or
+        QueueFullError if the engine refuses one of the requests, WorkerClosedError if the worker is closed."""
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ids: list[int] = []  # filled by the thread
+
+        def accept(ids: Sequence[int]) -> None:
+            if not accepted.cancelled():
+                answer.begin(ids)
+                self._running.update(dict.fromkeys(ids, answer))
+                accepted.set_result(None)
+
+        def refuse(error: Exception) -> None:
+            if not accepted.cancelled():
+                accepted.set_exception(error)
+
+        if not self._post(lambda: self._submit(requests, ids, accept, refuse)):
+            raise WorkerClosedError("the engine has stopped")
+        try:
+            await accepted
+        except asyncio.CancelledError:
+            if accepted.cancelled():
+                # Cancel in the engine now: the places must be free there before later requests are submitted.
+                self._post(lambda: self._cancel(ids))
+            elif accepted.exception() is None:
+                # The engine accepted the requests at the same moment as the caller was cancelled.
+                answer.close()
+            raise
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """Cancel requests before the next step; ids of finished requests have no effect."""
+        known = [request_id for request_id in ids if request_id in self._running]
+        for request_id in known:
+            del self._running[request_id]
+        if known:
+            self._post(lambda: self._cancel(known))
+
+    async def close(self) -> None:
+        """Stop the thread after its current step; all requests end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Queue a command for the thread; return False if the worker is closed."""
+        with self._changed:
+            if not self._closing:
+                self._commands.append(command)
+                self._changed.notify()
+            return not self._closing
+
+    # Methods of the thread.
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._commands or self._closing or not self._engine.idle)
+                    if self._closing:
+                        break
+                self._run_commands()
+                if not self._engine.idle:
+                    self._publish(self._step())
+        finally:
+            # Whatever ended the thread, end the requests that still wait for events.
+            with self._changed:
+                self._closing = True
+            self._run_commands()
+            self._engine.abandon()
+            self._publish([Finished(request_id, "cancelled", None, 0) for request_id in self._alive])
+
+    def _run_commands(self) -> None:
+        with self._changed:
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+
+    def _step(self) -> list[Event]:
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            _LOG.exception("a step of the engine failed; all of its requests end")
+            events = [Finished(request_id, "error", type(error).__name__, 0) for request_id in self._alive]
+            # The cause of the failure may persist, so the engine drops all requests.
+            self._engine.abandon()
+        self._alive -= {event.request_id for event in events if isinstance(event, Finished)}
+        return events
+
+    def _submit(
+        self, requests: Sequence[Request], ids: list[int], accept: Callable[..., None], refuse: Callable[..., None]
+    ) -> None:
+        try:
+            for request in requests:
+                ids.append(self._engine.submit(request))
+        except Exception as error:
+            self._cancel(ids)
+            self._call(refuse, error)
+        else:
+            self._alive.update(ids)
+            self._call(accept, ids)
+
+    def _cancel(self, ids: Sequence[int]) -> None:
+        for request_id in ids:
+            self._engine.cancel(request_id)
+        self._alive.difference_update(ids)
+
+    def _publish(self, events: list[Event]) -> None:
+        if events:
+            self._call(self._dispatch, events)
+
+    def _call(self, function: Callable[..., None], argument: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, argument)
+
+    # Called on the event loop.
+
+    def _dispatch(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        for event in events:
+            answer = self._running.get(event.request_id)
+            if answer is None:
+                continue
+            if isinstance(event, Finished):
+                del self._running[event.request_id]
+            answer.put(event, now)
+
+
 class EventStream(StreamingResponse):
     """Server-sent events of an answer, which is closed at their end or when the client disconnects.
 
@@ -190,7 +347,12 @@ async def slices(content: bytes) -> AsyncIterator[bytes]:
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Await ``work``; cancel it and raise ClientGoneError if the client disconnects first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -200,8 +362,3 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from functools import cache
 from importlib.resources import files
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
@@ -22,20 +22,17 @@ from gecko.inference.request import QueueFullError
 from gecko.inference.text import Piece
 from gecko.records import FieldError
 from gecko.runtime.process import __version__
-from gecko.serving.answer import Answer, EventStream, slices, unless_gone
+from gecko.serving.answer import Answer, EventStream, Worker, WorkerClosedError, slices, unless_gone
 from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
-from gecko.serving.chat_requests import ChatRequest, ResponseRequest
+from gecko.serving.chat_requests import ChatRequest, DetokenizeRequest, ResponseRequest, TokenizeRequest
 from gecko.serving.connection import Gate, Hosts
 from gecko.serving.fields import describe
-from gecko.serving.limits import HANDLERS, Admission, ApiError, invalid
-from gecko.serving.metrics import CountResponses, Metrics
+from gecko.serving.limits import HANDLERS, Admission, ApiError, CountResponses, Metrics, invalid
 from gecko.serving.options import Limits
 from gecko.serving.prepare import Preparation, ServedModel
 from gecko.serving.protocol import CompletionRequest, GenerationRequest, SaveState
 from gecko.serving.replies import Reply, StateReply, encode_answer, encode_event
-from gecko.serving.stores import ResponseStore, SavedStates, response_not_found
-from gecko.serving.tokens import DetokenizeRequest, TokenizeRequest, TokenRoutes
-from gecko.serving.worker import Worker, WorkerClosedError
+from gecko.serving.stores import ResponseStore, SavedStates
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_RULES = (
@@ -46,12 +43,9 @@ _ENGINE_REQUESTS: Mapping[str, type[GenerationRequest | SaveState]] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest,
     "/v1/states": SaveState,
 }  # fmt: skip
-"""Routes to the engine, and the records of their bodies."""
 _BODIES: Mapping[str, type] = {**_ENGINE_REQUESTS, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
-"""Routes that take a body."""
 _SMALL = 1 << 16
 """Maximum size in bytes of a body that is prepared in milliseconds, whatever its content."""
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -62,22 +56,21 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        self._large = ThreadPoolExecutor(1, "gecko-large")
-        self._small = ThreadPoolExecutor(2, "gecko-small")
-        self._answers = ThreadPoolExecutor(1, "gecko-answers")
+        names = {"large": 1, "small": 2, "answers": 1}
+        self._pools = {name: ThreadPoolExecutor(count, f"gecko-{name}") for name, count in names.items()}
 
-    async def run(self, size: int, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Run ``function`` for a body of ``size`` bytes and return its result."""
-        threads = self._small if size <= _SMALL else self._large
-        return await asyncio.wrap_future(threads.submit(function, *arguments, **options))
+    async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Run ``function``, which takes a body of ``size`` bytes, and return its result."""
+        pool = self._pools["small" if size <= _SMALL else "large"]
+        return await asyncio.wrap_future(pool.submit(function, *arguments))
 
-    async def encode(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    async def encode(self, function: Callable[[], T]) -> T:
         """Run ``function``, which encodes an answer, and return its result."""
-        return await asyncio.wrap_future(self._answers.submit(function, *arguments, **options))
+        return await asyncio.wrap_future(self._pools["answers"].submit(function))
 
     def close(self) -> None:
-        for threads in (self._large, self._small, self._answers):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Service:
@@ -87,40 +80,37 @@ class Service:
         self, model: ServedModel, worker: Worker, metrics: Metrics, limits: Limits, states: SavedStates,
         responses: ResponseStore,
     ) -> None:  # fmt: skip
-        self.model, self.worker, self.metrics, self.limits, self.states = model, worker, metrics, limits, states
-        self.responses = responses
+        self.model, self.worker, self.metrics, self.limits = model, worker, metrics, limits
+        self.states, self.responses = states, responses
         self.admission, self.memory = Admission(limits), RequestMemory(limits.memory_bytes)
         self.threads, self._preparation = Threads(), Preparation(model, limits, states, responses)
-        tokens = TokenRoutes(model, limits)
-        self._token_work = {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
 
     async def start(self, path: str, body: Body) -> Answer:
         """Parse and prepare the request in ``body`` and submit it to the engine; the caller must close the answer.
         Raise ApiError if the request is invalid, or the server has no capacity for it now."""
-        places = ExitStack()
+        places, arrival, size = ExitStack(), time.monotonic(), len(body)
         try:
-            return await self._start(_ENGINE_REQUESTS[path], body, places)
+            # Take one place before any work, and the rest when the number of choices is known.
+            self.admission.take(places, 1, 1)
+            asked = await self.threads.run(size, self._preparation.parse, _ENGINE_REQUESTS[path], body.take)
+            self.admission.take(places, asked.num_choices - 1, asked.num_choices)
+            # A constraint takes up to a second to compile.
+            work = max(size, _SMALL + 1) if asked.constrained else size
+            prepared = await self.threads.run(work, self._preparation.prepare, asked)
+            body.resize(prepared.num_bytes)
+            deadline = arrival + self.limits.seconds
+            answer = Answer(prepared, self.worker.cancel, self.metrics, arrival, deadline, places.close)
+            await self.worker.submit(prepared.requests, answer)
+            return answer
         except BaseException as error:
             places.close()
-            api_error = _to_api_error(error)
-            if api_error is None:
-                raise
-            raise api_error from error
-
-    async def _start(self, kind: type[GenerationRequest | SaveState], body: Body, places: ExitStack) -> Answer:
-        # Take one place before any work, and the rest when the number of choices is known.
-        self.admission.take(places, 1, 1)
-        arrival, size = time.monotonic(), len(body)
-        asked = await self.threads.run(size, self._preparation.parse, kind, body.take)
-        self.admission.take(places, asked.num_choices - 1, asked.num_choices)
-        # A constraint takes up to a second to compile.
-        work = max(size, _SMALL + 1) if asked.constrained else size
-        prepared = await self.threads.run(work, self._preparation.prepare, asked)
-        body.resize(prepared.num_bytes)
-        deadline = arrival + self.limits.seconds
-        answer = Answer(prepared, self.worker.cancel, self.metrics, arrival, deadline, places.close)
-        await self.worker.submit(prepared.requests, answer)
-        return answer
+            if isinstance(error, ValueError | TypeError):
+                raise invalid(error.field if isinstance(error, FieldError) else None, str(error)) from error
+            if isinstance(error, QueueFullError):
+                raise ApiError(429, str(error), code="queue_full") from error
+            if isinstance(error, WorkerClosedError):
+                raise ApiError(503, "the server is shutting down", code="shutting_down") from error
+            raise
 
     async def encode(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
         """Encode an answer that is not streamed, outside the event loop: with log-probabilities it may be large."""
@@ -141,7 +131,8 @@ class Service:
         """Answer a request to ``/tokenize`` or ``/detokenize``. Raise ApiError if the request is invalid, or the answer
         takes too much memory."""
         try:
-            content = await self.threads.run(len(body), self._token_work[path], body.take)
+            work = self._preparation.tokenize if path == "/tokenize" else self._preparation.detokenize
+            content = await self.threads.run(len(body), work, body.take)
         except ValueError as error:
             raise invalid(None, str(error)) from error
         body.resize(len(content))
@@ -156,24 +147,9 @@ class Service:
         }  # fmt: skip
 
 
-def _to_api_error(error: BaseException) -> ApiError | None:
-    """Convert an error of the engine or of preparation to an answer; None for any other error."""
-    if isinstance(error, ValueError | TypeError):
-        return invalid(error.field if isinstance(error, FieldError) else None, str(error))
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full")
-    if isinstance(error, WorkerClosedError):
-        return ApiError(503, "the server is shutting down", code="shutting_down")
-    return None
-
-
 def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None = None) -> ASGIApp:
-    """Create the ASGI application, which starts and closes the worker of the service.
-
-    Args:
-        api_key: bearer token required for ``/v1/``; None: no key.
-        hosts: names that clients may use; None: the names of a local server.
-    """
+    """Create the ASGI application, which starts and closes the worker of the service. Clients must send ``api_key``, if
+    it is given, and may use the names ``hosts``; None: those of a local server."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -182,7 +158,7 @@ def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None
         await service.worker.close()
         service.threads.close()
 
-    routes = [*_engine_routes(service), *_store_routes(service), *_operator_routes(service)]
+    routes = [*_engine_routes(service), *_other_routes(service)]
     page = (files("gecko.serving") / "page" / "index.html").read_text(encoding="utf-8")
     document = cache(lambda: describe(routes, _BODIES, __version__))
 
@@ -254,57 +230,46 @@ async def _events(service: Service, answer: Answer, first: Piece, pieces: AsyncI
         yield reply.end
 
 
-def _store_routes(service: Service) -> list[Route]:
+def _other_routes(service: Service) -> list[Route]:
+    """Return the routes without a body. What they call in a thread may read or write files."""
     states, responses = service.states, service.responses
 
-    async def retrieve_response(request: Request) -> Response:
-        return Response(responses.find(request.path_params["response_id"]).body, media_type="application/json")
-
-    async def delete_response(request: Request) -> Response:
-        name = request.path_params["response_id"]
+    def delete_response(name: str) -> dict[str, Any]:
         if not responses.delete(name):
-            raise response_not_found(name)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
+            responses.find(name)  # raises the error
+        return {"id": name, "object": "response", "deleted": True}
 
-    async def list_states(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await asyncio.to_thread(states.describe)})
+    def delete_state(name: str) -> dict[str, Any]:
+        states.delete(name)
+        return {"id": name, "object": "state", "deleted": True}
 
-    async def describe_state(request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(states.position, request.path_params["name"]))
+    def model(name: str) -> dict[str, Any]:
+        service.model.check_name(name)
+        return service.describe_model()
 
-    async def delete_state(request: Request) -> Response:
-        name = request.path_params["name"]
-        await asyncio.to_thread(states.delete, name)
-        return JSONResponse({"id": name, "object": "state", "deleted": True})
+    def route(method: str, path: str, name: str, work: Callable[..., Any]) -> Route:
+        async def respond(request: Request) -> Response:
+            found = await asyncio.to_thread(work, *request.path_params.values())
+            is_json = isinstance(found, bytes)
+            return Response(found, media_type="application/json") if is_json else JSONResponse(found)
 
-    return [
-        Route("/v1/responses/{response_id}", retrieve_response),
-        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
-        Route("/v1/states", list_states),
-        Route("/v1/states/{name}", describe_state),
-        Route("/v1/states/{name}", delete_state, methods=["DELETE"]),
-    ]
-
-
-def _operator_routes(service: Service) -> list[Route]:
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [await asyncio.to_thread(service.describe_model)]})
-
-    async def model(request: Request) -> Response:
-        service.model.check_name(request.path_params["name"])
-        return JSONResponse(await asyncio.to_thread(service.describe_model))
+        return Route(path, respond, methods=[method], name=name)
 
     async def health(request: Request) -> Response:
         ready = service.worker.healthy and not service.admission.draining
         return JSONResponse({"status": "ok" if ready else "stopping"}, 200 if ready else 503)
 
-    async def version(request: Request) -> Response:
-        return JSONResponse({"version": __version__})
-
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.page(), media_type=METRICS_TYPE)
 
     return [
-        Route("/v1/models", models), Route("/v1/models/{name:path}", model), Route("/health", health),
-        Route("/version", version), Route("/metrics", metrics),
+        route("GET", "/v1/responses/{response_id}", "retrieve_response", lambda name: responses.find(name).body),
+        route("DELETE", "/v1/responses/{response_id}", "delete_response", delete_response),
+        route("GET", "/v1/states", "list_states", lambda: {"object": "list", "data": states.describe()}),
+        route("GET", "/v1/states/{name}", "describe_state", states.position),
+        route("DELETE", "/v1/states/{name}", "delete_state", delete_state),
+        route("GET", "/v1/models", "models", lambda: {"object": "list", "data": [service.describe_model()]}),
+        route("GET", "/v1/models/{name:path}", "model", model),
+        route("GET", "/version", "version", lambda: {"version": __version__}),
+        Route("/health", health), Route("/metrics", metrics),
     ]  # fmt: skip

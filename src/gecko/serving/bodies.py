@@ -26,7 +26,6 @@ MAX_VALUES = 100_000
 """Maximum number of strings, lists, objects and fields of one body; numbers in a list do not count."""
 MAX_DEPTH = 32
 _MAX_NUMBER = 4096
-"""Maximum number of characters of a number."""
 _PART = 1 << 15
 """Characters of a list of numbers that are parsed at once."""
 _SPACE = re.compile(r"[ \t\n\r]*+")
@@ -52,19 +51,17 @@ class _JsonParser:
         self._text, self._at, self._values = text, 0, 0
 
     def whole(self) -> Any:
-        self._skip_space()
         value = self._value(0)
-        self._skip_space()
-        if self._at < len(self._text):
+        if self._next():
             raise self._error("extra data")
         return value
 
     def _value(self, depth: int) -> Any:
+        begin = self._next()
         self._values += 1
         if self._values > MAX_VALUES:
             raise self._error(f"more than {MAX_VALUES:,} texts, lists, objects and fields")
-        begin = self._peek()
-        if begin in "[{" and begin and depth == MAX_DEPTH:
+        if begin in ("[", "{") and depth == MAX_DEPTH:
             raise self._error(f"lists and objects nested more than {MAX_DEPTH} deep")
         if begin == "{":
             return self._object(depth + 1)
@@ -74,32 +71,31 @@ class _JsonParser:
 
     def _object(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if self._opens("}"):
-            return found
-        while True:
-            if self._peek() != '"':
+        self._at += 1
+        ended = self._take("}")
+        while not ended:
+            if self._next() != '"':
                 raise self._error("expecting the name of a field in double quotes")
             self._values += 1
             name = self._string()
-            self._skip_space()
             if not self._take(":"):
                 raise self._error("expecting ':'")
-            self._skip_space()
             found[name] = self._value(depth)
-            if self._closes("}"):
-                return found
+            ended = self._ends("}")
+        return found
 
     def _list(self, depth: int) -> list[Any]:
         found: list[Any] = []
-        if self._opens("]"):
-            return found
-        while True:
-            if self._peek() in "-0123456789" and self._peek():
+        self._at += 1
+        ended = self._take("]")
+        while not ended:
+            begin = self._next()
+            if begin and begin in "-0123456789":
                 found += self._numbers()
             else:
                 found.append(self._value(depth))
-            if self._closes("]"):
-                return found
+            ended = self._ends("]")
+        return found
 
     def _numbers(self) -> list[Any]:
         """Parse numbers up to the last comma of one part, or to the end of the list."""
@@ -142,41 +138,30 @@ class _JsonParser:
         except ValueError as error:
             raise self._error(str(error)[:100]) from None
 
-    def _opens(self, closing: str) -> bool:
-        """Skip an opening bracket; return whether the closing one follows."""
-        self._at += 1
-        self._skip_space()
-        return self._take(closing)
-
-    def _closes(self, closing: str) -> bool:
+    def _ends(self, closing: str) -> bool:
         """Skip the separator after an element; return whether the element was the last one."""
-        self._skip_space()
-        if self._take(closing):
-            return True
-        if not self._take(","):
+        ended = self._take(closing)
+        if not ended and not self._take(","):
             raise self._error(f"expecting ',' or '{closing}'")
-        self._skip_space()
-        return False
-
-    def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
+        return ended
 
     def _take(self, character: str) -> bool:
-        taken = self._peek() == character
+        taken = self._next() == character
         self._at += taken
         return taken
 
-    def _skip_space(self) -> None:
+    def _next(self) -> str:
+        """Skip white space and return the character after it; empty at the end."""
         match = _SPACE.match(self._text, self._at)
         assert match is not None
         self._at = match.end()
+        return self._text[self._at : self._at + 1]
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"at character {self._at}: {message[:1].lower()}{message[1:]}")
 
 
 BODY = "gecko.body"
-"""Key of the body in the ASGI scope."""
 
 
 class RequestMemory:
@@ -225,10 +210,7 @@ class Body:
 
 
 class ReadBodies:
-    """ASGI middleware that reads the bodies of requests to ``paths`` into ``scope[BODY]``.
-
-    Other bodies are not read; the connection discards them.
-    """
+    """ASGI middleware that reads the bodies of requests to ``paths`` into ``scope[BODY]``, and no others."""
 
     def __init__(self, app: ASGIApp, limits: Limits, memory: RequestMemory, paths: Iterable[str]) -> None:
         self._app, self._limits, self._memory, self._paths = app, limits, memory, frozenset(paths)
@@ -237,50 +219,40 @@ class ReadBodies:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
-        body = Body(self._memory)
+        body, error = Body(self._memory), None
         try:
-            whole = await self._read(body, Headers(scope=scope), receive)
-        except ApiError as error:
-            body.close()
-            await error.response()(scope, receive, send)
-            return
-        except BaseException:
-            body.close()
-            raise
-        try:
-            if whole:
-                await self._app({**scope, BODY: body}, receive, send)
+            try:
+                whole = await self._read(body, Headers(scope=scope), receive)
+            except ApiError as refused:
+                error = refused
+            else:
+                if whole:
+                    await self._app({**scope, BODY: body}, receive, send)
         finally:
             body.close()
+        if error is not None:
+            await error.response()(scope, receive, send)
 
     async def _read(self, body: Body, headers: Headers, receive: Receive) -> bool:
         """Return False if the client disconnected."""
-        self._check_size(headers)
+        declared, more = headers.get("content-length", "0"), True
+        if declared.isdecimal() and int(declared) > self._limits.body_bytes:
+            raise self._too_large(f"{int(declared):,}")
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                whole = await self._read_all(body, receive)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return False
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    if len(body) + len(part) > self._limits.body_bytes:
+                        raise self._too_large("more")
+                    body.add(part)
         except TimeoutError:
             seconds = f"{self._limits.body_seconds:g} seconds"
             raise ApiError(408, f"the body must arrive within {seconds}; send a smaller one", close=True) from None
         _check_type(headers)
-        return whole
-
-    def _check_size(self, headers: Headers) -> None:
-        declared = headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._limits.body_bytes:
-            raise self._too_large(f"{int(declared):,}")
-
-    async def _read_all(self, body: Body, receive: Receive) -> bool:
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return False
-            part = message.get("body", b"")
-            if len(body) + len(part) > self._limits.body_bytes:
-                raise self._too_large("more")
-            body.add(part)
-            if not message.get("more_body", False):
-                return True
+        return True
 
     def _too_large(self, got: str) -> ApiError:
         limit = f"{self._limits.body_bytes:,} bytes"

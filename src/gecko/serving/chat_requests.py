@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API for chats and responses, whose answers may call functions."""
+"""Requests of OpenAI's API for chats and responses, whose answers may call functions, and those for tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gecko.data.turns import (
     read_functions,
 )
 from gecko.records import FieldError
-from gecko.serving.fields import Anything, FromOne, Json, JsonPart, Metadata, conversation, message_text, part, read
+from gecko.serving import fields
 from gecko.serving.protocol import ChoicesRequest, GenerationRequest, TextFormat, TopLogprobs, Unsupported
 
 _UNSUPPORTED_IN_CHATS = {
@@ -68,8 +68,8 @@ def _tool_choice(value: Any, name: str, texts: bool) -> ToolChoice:
     return ToolChoice("required", named["name"])
 
 
-Choice = Annotated[ToolChoice, Json(_tool_choice, str | dict[str, Any])]
-Functions = Annotated[list[Function], Json(read_functions, list[Tool | FunctionTool])]
+Choice = Annotated[ToolChoice, fields.Json(_tool_choice, str | dict[str, Any])]
+Functions = Annotated[list[Function], fields.Json(read_functions, list[Tool | FunctionTool])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +114,13 @@ class ConversationRequest(GenerationRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatMessage(JsonPart):
+class ChatMessage(fields.JsonPart):
     """One turn of a conversation; ``content`` is the text of all its parts."""
 
     role: ChatRole
-    content: Annotated[str, message_text("text")]
+    content: Annotated[str, fields.message_text("text")]
     name: str | None = None
-    cache_control: Anything = None
+    cache_control: fields.Anything = None
     """Accepted and ignored, as ``name``: chat formats do not use it."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls at the end of an answer; ``content`` may then be absent."""
@@ -144,15 +144,18 @@ class ChatMessage(JsonPart):
         return Turn(self.role, self.content, calls=calls, call_id=self.tool_call_id or "")
 
 
+Messages = Annotated[list[ChatMessage], fields.conversation(partial(fields.read, ChatMessage))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(ConversationRequest, ChoicesRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     unsupported, ignored = _UNSUPPORTED_IN_CHATS, GenerationRequest.ignored - {"parallel_tool_calls"}
     length_fields = ("max_completion_tokens", "max_tokens")
-    messages: Annotated[list[ChatMessage], conversation(partial(read, ChatMessage))]
-    max_tokens: FromOne | None = None
-    max_completion_tokens: FromOne | None = None
+    messages: Messages
+    max_tokens: fields.FromOne | None = None
+    max_completion_tokens: fields.FromOne | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
@@ -173,12 +176,12 @@ class ChatRequest(ConversationRequest, ChoicesRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputMessage(JsonPart):
+class InputMessage(fields.JsonPart):
     """One message of ``input``; an output item of an earlier response also is one."""
 
     type: Literal["message"] = "message"
     role: Role
-    content: Annotated[str, message_text("input_text", "output_text", "text")]
+    content: Annotated[str, fields.message_text("input_text", "output_text", "text")]
     id: str | None = None
     status: str | None = None
 
@@ -188,7 +191,7 @@ class InputMessage(JsonPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputCall(JsonPart):
+class InputCall(fields.JsonPart):
     """A call of a function by the model."""
 
     type: Literal["function_call"]
@@ -204,12 +207,12 @@ class InputCall(JsonPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputResult(JsonPart):
+class InputResult(fields.JsonPart):
     """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[str, message_text("input_text", "text")]
+    output: Annotated[str, fields.message_text("input_text", "text")]
     id: str | None = None
     status: str | None = None
 
@@ -228,14 +231,14 @@ def _item(value: Any, name: str) -> InputItem:
     kind = str(value.get("type") or "message") if isinstance(value, dict) else "message"
     if kind not in _ITEMS:
         raise FieldError(f"{name} must be an item of type {' or '.join(_ITEMS)}; other types are not supported", name)
-    return read(_ITEMS[kind], value, name)
+    return fields.read(_ITEMS[kind], value, name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(JsonPart):
+class TextOptions(fields.JsonPart):
     """``text`` of a request."""
 
-    format: Annotated[TextFormat, part(TextFormat)] | None = None
+    format: Annotated[TextFormat, fields.part(TextFormat)] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -245,14 +248,14 @@ class ResponseRequest(ConversationRequest):
 
     unsupported, ignored = _UNSUPPORTED_IN_RESPONSES, _IGNORED_IN_RESPONSES
     length_fields, format_field = ("max_output_tokens",), "text.format"
-    input: Annotated[list[InputItem], conversation(_item, str | list[InputItem])]
+    input: Annotated[list[InputItem], fields.conversation(_item, str | list[InputItem])]
     """Messages, calls and their results; a text is a message of the user."""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
-    max_output_tokens: FromOne | None = None
-    text: Annotated[TextOptions, part(TextOptions)] | None = None
-    metadata: Metadata = field(default_factory=dict)
+    max_output_tokens: fields.FromOne | None = None
+    text: Annotated[TextOptions, fields.part(TextOptions)] | None = None
+    metadata: fields.Metadata = field(default_factory=dict)
 
     @classmethod
     def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,3 +281,34 @@ class ResponseRequest(ConversationRequest):
     @property
     def format(self) -> TextFormat | None:
         return None if self.text is None else self.text.format
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeRequest(fields.JsonPart):
+    """Body of ``POST /tokenize``: a text, or a conversation as for ``/v1/chat/completions``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages = field(default_factory=list)
+    tools: Functions = field(default_factory=list)
+    add_special_tokens: bool | None = None
+    """Whether the document start comes before a text; true unless given."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("there must be a prompt or messages, not both")
+        if self.messages and self.add_special_tokens:
+            raise ValueError("add_special_tokens is for a prompt: the chat format writes those of messages")
+        if not self.add_generation_prompt:
+            name = "add_generation_prompt"
+            raise FieldError(f"{name} must be true: the last message is answered", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeRequest(fields.JsonPart):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: fields.Ids

@@ -79,9 +79,8 @@ class _Parser(h11.Connection):
             self._chunks += event.chunk_start
             self._size += len(event.data)
             if self._chunks > _CHUNKS + self._size // _CHUNK_BYTES:
-                raise h11.RemoteProtocolError(
-                    f"the chunks of a body must have {_CHUNK_BYTES} bytes and more on average"
-                )
+                rule = f"the chunks of a body must have {_CHUNK_BYTES} bytes and more on average"
+                raise h11.RemoteProtocolError(rule)
         return event
 
 
@@ -172,7 +171,10 @@ class Connection(H11Protocol):
 
     def _watch(self) -> None:
         """Set the alarm for the header or body that the connection waits for."""
-        expected = self._expected_part()
+        expected = None
+        if not self.transport.is_closing():
+            idle = self.conn.their_state is h11.IDLE
+            expected = "header" if idle else "body" if self._discards_body() else None
         if expected == self._expected:
             return
         self._expected = expected
@@ -181,13 +183,6 @@ class Connection(H11Protocol):
         if expected is not None:
             seconds = self.limits.header_seconds if expected == "header" else self.limits.body_seconds
             self._alarm = self.loop.call_later(seconds, self._on_timeout)
-
-    def _expected_part(self) -> str | None:
-        if self.transport.is_closing():
-            return None
-        if self.conn.their_state is h11.IDLE:
-            return "header"
-        return "body" if self._discards_body() else None
 
     def _discards_body(self) -> bool:
         answered = self.cycle is not None and self.cycle.response_complete
@@ -225,7 +220,6 @@ def connection_class(limits: Limits) -> type[Connection]:
 
 
 _LONGEST = 100
-"""Maximum number of characters of a header that an error quotes."""
 _ADVICE = "Start it with --allowed-host NAME"
 
 
@@ -233,11 +227,8 @@ class Hosts:
     """Host names of the server; refuses requests that a browser sends for a page of another site.
 
     Such a page may let its own name resolve to this machine (DNS rebinding); then ``Host`` is a name that the server
-    does not have. Otherwise ``Origin`` names the site of the page. IP addresses cannot be rebound.
-
-    Args:
-        bound: address or name that the server listens on.
-        named: additional names that clients may use.
+    does not have. Otherwise ``Origin`` names the site of the page. IP addresses cannot be rebound. The server listens
+    on the address or name ``bound``; clients may also use the names ``named``.
     """
 
     def __init__(self, bound: str = "127.0.0.1", named: Sequence[str] = ()) -> None:
@@ -263,7 +254,7 @@ class Hosts:
             raise ApiError(403, message, code="unknown_origin")
 
     def _known(self, host: str) -> bool:
-        name = _host_name(host)
+        name = _clean(host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0])
         address = _address(name)
         return name in self._names or (address is not None and (self._everywhere or address.is_loopback))
 
@@ -276,13 +267,6 @@ class Hosts:
         if parts.scheme not in ("http", "https") or name is None:
             return False
         return parts.netloc.lower() == (host or "").lower() or _clean(name) in self._named
-
-
-def _host_name(host: str) -> str:
-    """Return the name in a ``Host`` header, without the port."""
-    if host.startswith("["):
-        return _clean(host[1:].partition("]")[0])
-    return _clean(host.partition(":")[0])
 
 
 def _clean(name: str) -> str:
@@ -300,10 +284,7 @@ _WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
 
 
 class Gate:
-    """ASGI middleware that passes requests with a known host name and, for the routes that work, with the key.
-
-    Without ``key`` no key is required.
-    """
+    """ASGI middleware that passes requests with a known host name and, for the routes that work, with the key."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts, key: str | None) -> None:
         self._app, self._hosts = app, hosts
@@ -325,10 +306,8 @@ class Gate:
             # A proxy may use the other header and see another end of the request (request smuggling).
             raise ApiError(400, "a request must have Content-Length or Transfer-Encoding, not both", close=True)
         self._hosts.check(headers.get("host"), headers.get("origin"))
-        if self._key is not None and path.startswith(_WITH_KEY):
-            self._check_key(headers.get("authorization", ""), self._key)
-
-    def _check_key(self, given: str, key: bytes) -> None:
-        scheme, _, token = given.partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(token.strip().encode("latin-1"), key):
+        if self._key is None or not path.startswith(_WITH_KEY):
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(token.strip().encode("latin-1"), self._key):
             raise ApiError(401, "the API key must be given as 'Authorization: Bearer KEY'", code="invalid_api_key")

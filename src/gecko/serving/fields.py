@@ -20,7 +20,6 @@ from gecko.serving.bodies import read_json
 from gecko.serving.limits import ApiError, invalid
 
 _LONGEST_NAME = 100
-"""Maximum number of characters of a name that an error quotes."""
 _MAX_STOPS, _MAX_STOP_LENGTH, _MAX_STOP_IDS = 16, 1000, 128
 _MAX_BIASES, _MAX_METADATA, _MAX_TEXTS = 1024, 16, 10_000
 _ID = re.compile("0|[1-9][0-9]{0,18}")
@@ -74,10 +73,8 @@ def parse_body(kind: type[K], body: bytes | bytearray) -> K:
 def read(kind: type[K], value: Any, name: str = "") -> K:
     """Build a record from a JSON object, which is the field ``name`` of a request, or the request itself.
 
-    Raises:
-        ApiError: 400 for the first unknown field.
-        FieldError: the value of a field is of the wrong type or out of range, or a field is missing.
-        ValueError: fields of a request do not fit each other.
+    Raise ApiError 400 for the first unknown field, FieldError for a value of the wrong type or out of range and for a
+    missing field, ValueError if fields of a request do not fit each other.
     """
     if not isinstance(value, dict):
         raise _wrong(name, "must be an object")
@@ -111,7 +108,6 @@ class Json(Parsed):
     accepts: Any = None
     """Annotation of the values that it takes; None: that of the field."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    """Further keywords of their schema."""
 
 
 def part(kind: type[JsonObject]) -> Json:
@@ -192,15 +188,14 @@ def _stop(value: Any, name: str, texts: bool) -> list[str]:
 
 
 def _logit_bias(bias: Any, name: str, texts: bool) -> dict[int, float]:
-    if not isinstance(bias, dict) or not all(_ID.fullmatch(key) and _is_bias(number) for key, number in bias.items()):
+    def fits(key: str, number: Any) -> bool:
+        return bool(_ID.fullmatch(key)) and type(number) in (int, float) and -100 <= number <= 100
+
+    if not isinstance(bias, dict) or not all(fits(*item) for item in bias.items()):
         raise _wrong(name, "must map token ids, written as texts, to numbers from -100 to 100")
     if len(bias) > _MAX_BIASES:
         raise _wrong(name, f"must be of at most {_MAX_BIASES:,} token ids; got {len(bias):,}")
     return {int(key): float(number) for key, number in bias.items()}
-
-
-def _is_bias(value: Any) -> bool:
-    return type(value) in (int, float) and -100 <= value <= 100
 
 
 def _metadata(value: Any, name: str, texts: bool) -> dict[str, str]:
@@ -215,10 +210,6 @@ def _schema(value: Any, name: str, texts: bool) -> dict[str, Any]:
     return value
 
 
-def _schema_or_text(value: Any, name: str, texts: bool) -> dict[str, Any] | str:
-    return value if isinstance(value, str) else _schema(value, name, texts)
-
-
 def between(least: int, most: int) -> Range:
     """Return the metadata of a number that must lie in a range."""
     return Range(f"must be in {least:,}..{most:,}", least=least, most=most)
@@ -231,7 +222,9 @@ StopIds = Annotated[Ids, few(int, _MAX_STOP_IDS)]
 LogitBias = Annotated[dict[int, float], Json(_logit_bias, dict[str, float])]
 Metadata = Annotated[dict[str, str], Json(_metadata, keywords={"maxProperties": _MAX_METADATA})]
 Schema = Annotated[dict[str, Any], Json(_schema)]
-SchemaOrText = Annotated[dict[str, Any] | str, Json(_schema_or_text)]
+SchemaOrText = Annotated[
+    dict[str, Any] | str, Json(lambda value, *named: value if isinstance(value, str) else _schema(value, *named))
+]
 Texts = Annotated[list[str], few(str, _MAX_TEXTS, least=1)]
 Penalty = Annotated[float, between(-int(MAX_PENALTY), int(MAX_PENALTY))]
 FromZero = Annotated[int, Range("must be at least 0", least=0)]
@@ -249,26 +242,23 @@ def describe(routes: Sequence[Route], bodies: Mapping[str, type], version: str) 
     schemas = Schemas()
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
+        parameters = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ]
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operation = _operation(route, method)
+            name = re.sub(r"\W", "_", f"{route.name}{route.path_format}")
+            answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
+            operation: dict[str, Any] = {
+                "summary": route.name.replace("_", " ").title(), "operationId": f"{name}_{method.lower()}",
+                "parameters": parameters, "responses": {"200": answer},
+            }  # fmt: skip
             if method == "POST":
                 schema = schemas.of(bodies[route.path])
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
             paths.setdefault(route.path_format, {})[method.lower()] = operation
     info, components = {"title": "Gecko", "version": version}, {"schemas": schemas.found}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
-
-
-def _operation(route: Route, method: str) -> dict[str, Any]:
-    name = re.sub(r"\W", "_", f"{route.name}{route.path_format}")
-    answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.param_convertors
-    ]
-    return {
-        "summary": route.name.replace("_", " ").title(), "operationId": f"{name}_{method.lower()}",
-        "parameters": parameters, "responses": {"200": answer},
-    }  # fmt: skip
 
 
 class Schemas:
@@ -306,20 +296,17 @@ class Schemas:
     def _record(self, kind: Any) -> dict[str, Any]:
         name = kind.__name__
         if name not in self.found:
-            texts = docstrings(kind)
+            texts, hints = docstrings(kind), field_types(kind)
+            properties: dict[str, Any] = {}
             self.found[name] = {
                 "type": "object", "title": name, "description": inspect.getdoc(kind), "additionalProperties": False,
-                "properties": {
-                    field.name: self._property(field, field_types(kind)[field.name], texts) for field in fields(kind)
-                },
-                "required": [field.name for field in fields(kind) if is_required(field)],
+                "properties": properties, "required": [field.name for field in fields(kind) if is_required(field)],
             }  # fmt: skip
+            for field in fields(kind):
+                schema = {**self.of(hints[field.name]), "title": field.name.replace("_", " ").title()}
+                if field.name in texts:
+                    schema["description"] = texts[field.name]
+                if not is_required(field):
+                    schema["default"] = field.default if field.default_factory is MISSING else field.default_factory()
+                properties[field.name] = schema
         return {"$ref": f"#/components/schemas/{name}"}
-
-    def _property(self, field: Field[Any], hint: Any, texts: Mapping[str, str]) -> dict[str, Any]:
-        schema = {**self.of(hint), "title": field.name.replace("_", " ").title()}
-        if field.name in texts:
-            schema["description"] = texts[field.name]
-        if not is_required(field):
-            schema["default"] = field.default if field.default_factory is MISSING else field.default_factory()
-        return schema

@@ -1,4 +1,7 @@
-"""Prepare requests for the engine: parse bodies, load saved states, tokenize. Large requests take seconds."""
+"""Prepare requests for the engine: parse bodies, load saved states, tokenize. Large requests take seconds.
+
+``/tokenize`` and ``/detokenize``, whose form is that of vLLM, are answered here as well.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,23 @@ from torch import Tensor
 
 from gecko.data import Tokenizer
 from gecko.data.chat import ChatFormat, encode_text
+from gecko.data.tokenizers import TokenIds
+from gecko.data.turns import linked
 from gecko.inference.calls import CallReader
 from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler
 from gecko.inference.request import KeptStates, Request
 from gecko.inference.text import ChoiceText, Piece, TokenNames
-from gecko.serving.chat_requests import ChatRequest, ConversationRequest, ResponseRequest
+from gecko.serving.chat_requests import (
+    ChatRequest,
+    ConversationRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    TokenizeRequest,
+)
 from gecko.serving.fields import Ids, parse_body
 from gecko.serving.limits import ApiError, invalid
 from gecko.serving.options import Limits
-from gecko.serving.protocol import MAX_CHOICES, CompletionRequest, GenerationRequest, GrammarField, SaveState
+from gecko.serving.protocol import MAX_CHOICES, CompletionRequest, GenerationRequest, SaveState
 from gecko.serving.replies import ChatReply, CompletionReply, Reply, ResponseReply, StateReply, Usage, encode_json
 from gecko.serving.stores import ResponseStore, SavedStates, StoredResponse
 from gecko.state import GeckoState
@@ -41,7 +52,7 @@ _ECHO_BYTES = 16
 """Memory of one echoed character, in the text of the prompt and in the encoded answer."""
 _CONSTRAINT_BYTES = 1 << 21
 """Memory of a constraint; most take less, and the limits of ``gecko.inference.grammar`` allow more."""
-R = TypeVar("R", bound=GenerationRequest | SaveState)
+R = TypeVar("R", bound=GenerationRequest | SaveState | TokenizeRequest | DetokenizeRequest)
 
 
 @dataclass(frozen=True)
@@ -61,14 +72,11 @@ class ServedModel:
             message = f"the model must be {self.name!r}; got {asked[:100]!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    def id_error(self, wrong: int, field: str) -> ApiError:
-        """Return the error for an id outside of the vocabulary."""
-        return invalid(field, f"{field}: token ids must be in 0..{self.vocab_size - 1}; got {str(wrong)[:40]}")
-
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raise ApiError 400 if an id is outside of the vocabulary."""
         if len(ids) and (min(ids) < 0 or max(ids) >= self.vocab_size):
-            raise self.id_error(next(index for index in ids if not 0 <= index < self.vocab_size), field)
+            wrong = next(index for index in ids if not 0 <= index < self.vocab_size)
+            raise invalid(field, f"{field}: token ids must be in 0..{self.vocab_size - 1}; got {str(wrong)[:40]}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,6 @@ class Prepared:
     """Memory until the answer is sent."""
     reply: Reply
     stream: bool = False
-    """Whether the answer is sent piece by piece."""
 
 
 class Preparation:
@@ -99,14 +106,14 @@ class Preparation:
         asked = parse_body(kind, take())
         if isinstance(asked, SaveState):
             self._states.check_new(asked.name)
-        if isinstance(asked, GenerationRequest):
+        else:
             self._model.check_name(asked.model)
+        if isinstance(asked, GenerationRequest):
             self._model.check_ids(asked.stop_token_ids, "stop_token_ids")
             self._check_lengths(asked)
         if isinstance(asked, CompletionRequest) and asked.echo:
-            for kind_of_prompt, most in ((str, MAX_ECHO), (list, MAX_ECHO_IDS)):
-                prompts = [prompt for prompt in asked.prompts if isinstance(prompt, kind_of_prompt)]
-                _check_echo(asked, sum(map(len, prompts)), most)
+            for form, most in ((str, MAX_ECHO), (list, MAX_ECHO_IDS)):
+                _check_echo(asked, sum(len(prompt) for prompt in asked.prompts if isinstance(prompt, form)), most)
         return asked
 
     def prepare(self, asked: GenerationRequest | SaveState) -> Prepared:
@@ -117,14 +124,19 @@ class Preparation:
         state, prompts = self._prompts(asked)
         echoes = self._echoes(asked, prompts)
         requests = self._requests(asked, prompts, state)
-        follows = [self._follows_text(asked, prompt, state) for prompt in prompts]
+        goes_on = [self._goes_on(asked, prompt, state) for prompt in prompts]
         choices = [
-            self._choice(index, asked, request, follows[index // asked.n], echoes[index // asked.n])
+            self._choice(index, asked, request, goes_on[index // asked.n], echoes[index // asked.n])
             for index, request in enumerate(requests)
         ]
+        size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
+        for request in requests:
+            if request.logprobs is not None:
+                scored = request.max_new_tokens + (0 if request.prompt_logprobs is None else len(request.prompt))
+                size += _LOGPROB_BYTES * scored * (request.logprobs + 1)
+        size += _CONSTRAINT_BYTES if asked.constrained else 0
         usage = Usage(sum(map(len, prompts)), 0, self._model.state_bytes)
-        reply = self._reply(asked, requests[0], choices[0])
-        return Prepared(requests, choices, usage, self._num_bytes(asked, prompts, echoes), reply, asked.stream)
+        return Prepared(requests, choices, usage, size, self._reply(asked, requests[0], choices[0]), asked.stream)
 
     def _prepare_saving(self, asked: SaveState) -> Prepared:
         """Build the request by which the engine reads the end of a stored answer and of its turn."""
@@ -142,16 +154,14 @@ class Preparation:
         if tokens > most:
             raise invalid(field, f"{field} must be at most {most}; got {tokens}")
         if asked.min_tokens > tokens:
-            message = f"min_tokens must be at most {field}, {tokens}; got {asked.min_tokens}"
-            raise invalid("min_tokens", message)
+            raise invalid("min_tokens", f"min_tokens must be at most {field}, {tokens}; got {asked.min_tokens}")
         if asked.num_choices > MAX_CHOICES:
             raise invalid("n", f"prompts × n must be at most {MAX_CHOICES}; got {asked.num_choices}")
         if tokens == 0 and not (isinstance(asked, CompletionRequest) and asked.echo):
             raise invalid(field, f"{field} must be at least 1 without echo; got 0")
 
     def _new_tokens(self, asked: GenerationRequest) -> int:
-        _, given = asked.length
-        most = self._limits.new_tokens
+        (_, given), most = asked.length, self._limits.new_tokens
         default = min(DEFAULT_TOKENS, most) if isinstance(asked, CompletionRequest) else most
         return default if given is None else given
 
@@ -159,17 +169,18 @@ class Preparation:
         """Return the state that a request continues, and the ids of its prompts."""
         if isinstance(asked, ResponseRequest) and asked.previous_response_id is not None:
             previous = self._previous(asked.previous_response_id)
-            _check_told(asked, previous)
+            for function in asked.functions:
+                if encode_json(function.tool) not in previous.functions:
+                    rule = "must be those that the first request of the conversation had, as they are read once"
+                    message = f"tools {rule}; got {function.name!r}. Send the whole conversation as input"
+                    raise invalid("tools", message)
             closing, turns = self._model.chat.continuation(asked.turns(previous.calls))
             return previous.state, [self._tensor([*previous.unread, *closing, *turns, *self._opening(asked)])]
         state = None if asked.state is None else self._states.load(asked.state)
         # A state is inside a document, so no document starts after it.
         start = [] if state is not None else [self._model.tokenizer.document_start]
         if isinstance(asked, CompletionRequest):
-            return state, [
-                self._tensor(prompt) if isinstance(prompt, list) else self._encode(start, prompt)
-                for prompt in asked.prompts
-            ]
+            return state, [self._encode(start, x) if isinstance(x, str) else self._tensor(x) for x in asked.prompts]
         assert isinstance(asked, ConversationRequest)
         # After a state, a result may be of a call that the state has read.
         messages = asked.turns({} if state is None else None)
@@ -185,10 +196,8 @@ class Preparation:
     def _previous(self, name: str) -> StoredResponse:
         previous = self._responses.get(name)
         if previous is None:
-            reason = (
-                "It was never stored, was deleted, or made room for later ones: send the whole conversation as input."
-            )
-            message = f"Previous response with id '{name[:100]}' not found. {reason}"
+            reason = "was never stored, was deleted, or made room for later ones: send the whole conversation as input."
+            message = f"Previous response with id '{name[:100]}' not found. It {reason}"
             raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
         return previous
 
@@ -196,8 +205,7 @@ class Preparation:
         ids = encode_text(self._model.tokenizer, text)
         self._check_length(len(start) + len(ids))  # before the copy of a prompt that is too long
         ids = np.concatenate([np.array(start, dtype=np.int64), ids])
-        if (largest := int(ids.max())) >= self._model.vocab_size:
-            raise self._model.id_error(largest, "prompt")
+        self._model.check_ids([int(ids.max())], "prompt")
         return torch.from_numpy(ids)
 
     def _tensor(self, ids: Ids) -> Tensor:
@@ -219,9 +227,7 @@ class Preparation:
             return [""] * len(ids)
         if asked.logprobs is not None:
             _check_echo(asked, sum(map(len, ids)), MAX_ECHO_IDS)
-        texts = [
-            prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt) for prompt in asked.prompts
-        ]
+        texts = [x if isinstance(x, str) else self._model.tokenizer.decode(x) for x in asked.prompts]
         _check_echo(asked, sum(map(len, texts)), MAX_ECHO)
         return texts
 
@@ -230,32 +236,31 @@ class Preparation:
         try:
             sampling = asked.sampling()
         except ValueError as error:
-            # The message starts with the name of the field.
-            raise invalid(str(error).split()[0], str(error)) from error
+            raise invalid(str(error).split()[0], str(error)) from error  # the message starts with the field's name
         constraint = self._constraint(asked)
         seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
         return [
             Request(
                 prompt, self._new_tokens(asked), sampling, seed + index, self._stop_tokens(asked),
-                asked.num_top_logprobs, state, min_new_tokens=asked.min_tokens,
-                prompt_logprobs=_prompt_logprobs(asked), constraint=constraint,
+                asked.num_top_logprobs, state, min_new_tokens=asked.min_tokens, constraint=constraint,
+                prompt_logprobs=asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
                 keep=KeptStates() if isinstance(asked, ResponseRequest) and asked.store else None,
             )
             for seed, prompt in zip(seeds, prompts, strict=True) for index in range(asked.n)
         ]  # fmt: skip
 
     def _constraint(self, asked: GenerationRequest) -> Constraint | None:
-        if asked.enforced:
-            schemas = {function.name: function.schema for function in asked.enforced}
-            field = GrammarField("tools", Grammar.call(self._model.chat.call_form.arguments, schemas))
+        schemas = {function.name: function.schema for function in asked.enforced}
+        if schemas:
+            name, grammar = "tools", Grammar.call(self._model.chat.call_form.arguments, schemas)
         elif (found := asked.grammar()) is not None:
-            field = found
+            name, grammar = found
         else:
             return None
         try:
-            return self._grammars.compile(field.grammar)
+            return self._grammars.compile(grammar)
         except (ConstraintError, ImportError) as error:
-            raise ApiError(400, f"{field.name}: {error}", code="invalid_constraint", param=field.name) from error
+            raise ApiError(400, f"{name}: {error}", code="invalid_constraint", param=name) from error
 
     def _stop_tokens(self, asked: GenerationRequest) -> frozenset[int]:
         if asked.ignore_eos:
@@ -265,7 +270,7 @@ class Preparation:
         inside = chat.call_marks.values() if asked.functions else ()
         return ends.difference(inside).union(asked.stop_token_ids)
 
-    def _follows_text(self, asked: GenerationRequest, prompt: Tensor, state: GeckoState | None) -> bool:
+    def _goes_on(self, asked: GenerationRequest, prompt: Tensor, state: GeckoState | None) -> bool:
         """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
         if not isinstance(asked, CompletionRequest):
             return False
@@ -277,46 +282,33 @@ class Preparation:
         constrained = request.constraint is not None
         chat = not isinstance(asked, CompletionRequest) and not constrained
         stops = [*asked.stop, *(self._model.chat.stops if chat else ())]
-        reader = self._reader(asked) if isinstance(asked, ConversationRequest) and asked.functions else None
-        marks = {} if reader is None else {index: text for text, index in self._model.chat.call_marks.items()}
+        reader, marks = None, {}
+        if isinstance(asked, ConversationRequest) and asked.functions:
+            opening = self._model.chat.call_form.opening.partition("{")[0].strip(" \r\n[")
+            reader = CallReader(
+                [function.name for function in asked.functions], [opening] if opening else [],
+                opened=bool(asked.enforced), several=asked.parallel_tool_calls,
+            )  # fmt: skip
+            marks = {index: text for text, index in self._model.chat.call_marks.items()}
         # A constraint covers all characters, also a space of SentencePiece before the first word.
         return ChoiceText(
-            index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained,
-            min_tokens=asked.min_tokens, echo=echo, scored=request.prompt_logprobs is not None, names=self._names,
-            reader=reader, marks=marks,
+            index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained, echo=echo, reader=reader,
+            min_tokens=asked.min_tokens, scored=request.prompt_logprobs is not None, marks=marks,
         )  # fmt: skip
-
-    def _reader(self, asked: ConversationRequest) -> CallReader:
-        opening = self._model.chat.call_form.opening.partition("{")[0].strip(" \r\n[")
-        return CallReader(
-            [function.name for function in asked.functions], [opening] if opening else [],
-            opened=bool(asked.enforced), several=asked.parallel_tool_calls,
-        )  # fmt: skip
-
-    def _num_bytes(self, asked: GenerationRequest, prompts: Sequence[Tensor], echoes: Sequence[str]) -> int:
-        """Return the memory of the request's tokens and of its answer, in bytes."""
-        size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
-        if asked.num_top_logprobs is not None:
-            scored = asked.num_choices * self._new_tokens(asked)
-            if _prompt_logprobs(asked) is not None:
-                scored += asked.n * sum(map(len, prompts))
-            size += _LOGPROB_BYTES * scored * (asked.num_top_logprobs + 1)
-        return size + (_CONSTRAINT_BYTES if asked.constrained else 0)
 
     def _reply(self, asked: GenerationRequest, request: Request, choice: ChoiceText) -> Reply:
         name = self._model.name
         if isinstance(asked, ResponseRequest):
+            told = frozenset(encode_json(function.tool) for function in asked.functions)
             if asked.previous_response_id is not None:
                 told = self._previous(asked.previous_response_id).functions
-            else:
-                told = frozenset(encode_json(function.tool) for function in asked.functions)
             store = partial(self._store, request.keep, choice, told)
             return ResponseReply(name, asked, request.start_position, store)
         if isinstance(asked, ChatRequest):
             scored = asked.num_top_logprobs is not None
-            return ChatReply(name, include_usage=asked.include_usage, scored=scored)
+            return ChatReply(name, self._names, include_usage=asked.include_usage, scored=scored)
         assert isinstance(asked, CompletionRequest)
-        return CompletionReply(name, include_usage=asked.include_usage)
+        return CompletionReply(name, self._names, include_usage=asked.include_usage)
 
     def _store(
         self, keep: KeptStates | None, choice: ChoiceText, told: frozenset[str], body: dict[str, Any], piece: Piece
@@ -341,14 +333,32 @@ class Preparation:
         calls = {part.id: part.name for part in piece.calls if part.id}
         self._responses.put(body["id"], StoredResponse(encode_json(body).encode(), state, unread, told, calls))
 
+    def tokenize(self, take: Callable[[], bytearray]) -> bytes:
+        """Answer a request to ``/tokenize``, whose body ``take`` returns, with the ids that a generation would read.
+        Raise ApiError or ValueError if the request is invalid, or the prompt is too long."""
+        asked, most = self.parse(TokenizeRequest, take), self._limits.prompt_tokens
+        if asked.messages:
+            turns = linked([message.turn for message in asked.messages], "messages")
+            ids = np.array(self._model.chat.encode(turns, asked.tools), dtype=np.int64)
+        else:
+            start = [] if asked.add_special_tokens is False else [self._model.tokenizer.document_start]
+            text = encode_text(self._model.tokenizer, asked.prompt or "")
+            ids = np.concatenate([np.array(start, dtype=np.int64), text])
+        if len(ids) > most:
+            message = f"a prompt must have at most {most:,} tokens; got {len(ids):,}"
+            raise ApiError(400, message, code="context_length_exceeded", param="prompt")
+        strings = _encode_list(ids, self._names.name) if asked.return_token_strs else b"null"
+        head = f'{{"count":{len(ids)},"max_model_len":{most},"tokens":'.encode()
+        return b"".join((head, _encode_list(ids, int), b',"token_strs":', strings, b"}"))
 
-def _check_told(asked: ResponseRequest, previous: StoredResponse) -> None:
-    """Raise ApiError 400 if a conversation is continued with functions of which its state has not read."""
-    new = (function for function in asked.functions if encode_json(function.tool) not in previous.functions)
-    if (function := next(new, None)) is not None:
-        rule = "must be those that the first request of the conversation had, as they are read once"
-        message = f"tools {rule}; got {function.name!r}. Send the whole conversation as input"
-        raise invalid("tools", message)
+    def detokenize(self, take: Callable[[], bytearray]) -> bytes:
+        """Answer a request to ``/detokenize``, whose body ``take`` returns, with the text of its ids, without special
+        ids. Raise ApiError if the request is invalid, or has too many ids."""
+        asked = self.parse(DetokenizeRequest, take)
+        if len(asked.tokens) > MAX_ECHO_IDS:
+            raise invalid("tokens", f"there must be at most {MAX_ECHO_IDS:,} ids; got {len(asked.tokens):,}")
+        self._model.check_ids(asked.tokens, "tokens")
+        return encode_json({"prompt": self._model.tokenizer.decode(asked.tokens)}).encode()
 
 
 def _check_echo(asked: CompletionRequest, length: int, most: int) -> None:
@@ -358,6 +368,7 @@ def _check_echo(asked: CompletionRequest, length: int, most: int) -> None:
         raise invalid("echo", f"echo must repeat at most {limits}; got {asked.n * length:,}. {advice}")
 
 
-def _prompt_logprobs(asked: GenerationRequest) -> int | None:
-    """Return the number of alternatives to each token of the prompt; None: no log-probabilities of the prompt."""
-    return asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None
+def _encode_list(ids: TokenIds, form: Callable[[int], Any]) -> bytes:
+    """Encode ``form`` of every id as a list of JSON."""
+    parts: Sequence[Any] = [ids[begin : begin + _PART].tolist() for begin in range(0, len(ids), _PART)]
+    return b"[" + b",".join(encode_json(list(map(form, part)))[1:-1].encode() for part in parts) + b"]"

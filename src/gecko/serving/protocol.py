@@ -7,33 +7,17 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from gecko.data.turns import Function
 from gecko.inference import Sampling
 from gecko.inference.grammar import Grammar
 from gecko.records import FieldError, Range
-from gecko.serving.fields import (
-    FromZero,
-    Ids,
-    JsonObject,
-    JsonPart,
-    LogitBias,
-    Penalty,
-    Prompt,
-    Schema,
-    SchemaOrText,
-    Stop,
-    StopIds,
-    Texts,
-    between,
-    part,
-)
+from gecko.serving import fields
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request, over all of its prompts."""
 MAX_TOP_LOGPROBS = 20
-"""Maximum number of alternatives with log-probabilities per token."""
 _MAX_FIELDS = 100
 _SEEDS = 1 << 64
 _SIMILAR = 0.85
@@ -86,33 +70,30 @@ _SAMPLING = (
 )  # fmt: skip
 _ANY_OBJECT = {"type": "object"}
 Seed = Annotated[int, Range("must be from 0 to 2^64 - 1", least=0, below=_SEEDS)]
-TopLogprobs = Annotated[int, between(0, MAX_TOP_LOGPROBS)]
+TopLogprobs = Annotated[int, fields.between(0, MAX_TOP_LOGPROBS)]
 
 
-class GrammarField(NamedTuple):
-    """Grammar that a request asks for, and the field of the request that contains it."""
-
-    name: str
-    grammar: Grammar
+GrammarField = tuple[str, Grammar]
+"""The field of a request that contains a grammar, and the grammar."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonSchema(JsonObject):
+class JsonSchema(fields.JsonObject):
     """Schema with a name. Text always fits the schema, as with ``strict: true``."""
 
-    schema: Schema
+    schema: fields.Schema
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseFormat(JsonObject):
+class ResponseFormat(fields.JsonObject):
     """``response_format`` of ``/v1/chat/completions``."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Annotated[JsonSchema, part(JsonSchema)] | None = None
-    schema: Schema | None = None
+    json_schema: Annotated[JsonSchema, fields.part(JsonSchema)] | None = None
+    schema: fields.Schema | None = None
     """Schema of a ``json_object``, as in llama.cpp."""
 
     def __post_init__(self) -> None:
@@ -124,19 +105,18 @@ class ResponseFormat(JsonObject):
     def grammar(self) -> GrammarField | None:
         """Return the grammar that the text must match; None: any text."""
         if self.json_schema is not None:
-            schema = Grammar.json_schema(self.json_schema.schema)
-            return GrammarField("response_format.json_schema.schema", schema)
+            return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema)
         if self.type == "json_object":
-            return GrammarField("response_format", Grammar.json_schema(self.schema or _ANY_OBJECT))
+            return "response_format", Grammar.json_schema(self.schema or _ANY_OBJECT)
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFormat(JsonObject):
+class TextFormat(fields.JsonObject):
     """``text.format`` of ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    schema: Schema | None = None
+    schema: fields.Schema | None = None
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -148,20 +128,20 @@ class TextFormat(JsonObject):
     def grammar(self) -> GrammarField | None:
         """Return the grammar that the text must match; None: any text."""
         if self.schema is not None:
-            return GrammarField("text.format.schema", Grammar.json_schema(self.schema))
+            return "text.format.schema", Grammar.json_schema(self.schema)
         if self.type == "json_object":
-            return GrammarField("text.format", Grammar.json_schema(_ANY_OBJECT))
+            return "text.format", Grammar.json_schema(_ANY_OBJECT)
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class StructuredOutputs(JsonObject):
+class StructuredOutputs(fields.JsonObject):
     """``structured_outputs`` of vLLM: exactly one of its fields."""
 
-    json: SchemaOrText | None = None
+    json: fields.SchemaOrText | None = None
     """JSON schema, or the text of one."""
     regex: str | None = None
-    choice: Texts | None = None
+    choice: fields.Texts | None = None
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
@@ -173,23 +153,23 @@ class StructuredOutputs(JsonObject):
     def grammar(self) -> GrammarField:
         """Return the grammar that the text must match."""
         if self.regex is not None:
-            return GrammarField("structured_outputs.regex", Grammar("regex", self.regex))
+            return "structured_outputs.regex", Grammar("regex", self.regex)
         if self.choice is not None:
-            return GrammarField("structured_outputs.choice", Grammar.choice(self.choice))
+            return "structured_outputs.choice", Grammar.choice(self.choice)
         schema = _ANY_OBJECT if self.json is None else self.json
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return GrammarField("structured_outputs.json", Grammar("json_schema", text))
+        return "structured_outputs.json", Grammar("json_schema", text)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamOptions(JsonPart):
+class StreamOptions(fields.JsonPart):
     """``stream_options``."""
 
     include_usage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationRequest(JsonObject):
+class GenerationRequest(fields.JsonObject):
     """Fields of all requests for text."""
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
@@ -199,25 +179,25 @@ class GenerationRequest(JsonObject):
     format_field: ClassVar[str] = "response_format"
     model: str | None = None
     stream: bool = False
-    stop: Stop = field(default_factory=list)
-    stop_token_ids: StopIds = field(default_factory=list)
+    stop: fields.Stop = field(default_factory=list)
+    stop_token_ids: fields.StopIds = field(default_factory=list)
     """Ids that end the answer besides the model's own end tokens."""
     ignore_eos: bool = False
     """Whether the model's end tokens do not end the answer."""
-    min_tokens: FromZero = 0
+    min_tokens: fields.FromZero = 0
     """Number of tokens before which no stop token and no stop string ends the answer."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias = field(default_factory=dict)
+    presence_penalty: fields.Penalty | None = None
+    frequency_penalty: fields.Penalty | None = None
+    logit_bias: fields.LogitBias = field(default_factory=dict)
     seed: Seed | None = None
     state: str | None = None
     """Name of the saved state that the prompt continues."""
-    structured_outputs: Annotated[StructuredOutputs, part(StructuredOutputs)] | None = None
+    structured_outputs: Annotated[StructuredOutputs, fields.part(StructuredOutputs)] | None = None
 
     @classmethod
     def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,9 +283,9 @@ class GenerationRequest(JsonObject):
 class ChoicesRequest(GenerationRequest):
     """Fields of completions and chats."""
 
-    n: Annotated[int, between(1, MAX_CHOICES)] = 1
-    stream_options: Annotated[StreamOptions, part(StreamOptions)] | None = None
-    response_format: Annotated[ResponseFormat, part(ResponseFormat)] | None = None
+    n: Annotated[int, fields.between(1, MAX_CHOICES)] = 1
+    stream_options: Annotated[StreamOptions, fields.part(StreamOptions)] | None = None
+    response_format: Annotated[ResponseFormat, fields.part(ResponseFormat)] | None = None
 
     def __post_init__(self) -> None:
         if self.seed is not None and self.seed + self.n > _SEEDS:
@@ -325,13 +305,13 @@ class ChoicesRequest(GenerationRequest):
 class CompletionRequest(ChoicesRequest):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Prompt
-    max_tokens: FromZero | None = None
+    prompt: fields.Prompt
+    max_tokens: fields.FromZero | None = None
     echo: bool = False
     logprobs: TopLogprobs | None = None
 
     @property
-    def prompts(self) -> Sequence[str | Ids]:
+    def prompts(self) -> Sequence[str | fields.Ids]:
         """The prompts as a list, also if there is one."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
@@ -346,7 +326,7 @@ class CompletionRequest(ChoicesRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveState(JsonObject):
+class SaveState(fields.JsonObject):
     """Body of ``POST /v1/states``."""
 
     num_choices, constrained = 1, False

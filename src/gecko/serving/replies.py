@@ -9,11 +9,11 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from gecko.inference.calls import CallPart
-from gecko.inference.text import Piece, TokenLogprob, TokenText
+from gecko.inference.text import Piece, PlacedToken, TokenNames
 from gecko.serving.chat_requests import ResponseRequest
 from gecko.serving.limits import ApiError
 
@@ -23,8 +23,7 @@ _MIN_LOGPROB = -9999.0
 """Replaces a log-probability of minus infinity, which JSON cannot represent."""
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Token counts of an answer."""
 
     prompt_tokens: int
@@ -34,10 +33,7 @@ class Usage:
 
     @property
     def json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens, "state_bytes": self.state_bytes,
-        }  # fmt: skip
+        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
 
 
 def encode_json(value: Any) -> str:
@@ -71,7 +67,6 @@ class Reply:
     """Form of one answer."""
 
     status = 200
-    """HTTP status of the whole answer."""
     end = b""
     """Bytes after the last event of a stream that did not fail."""
 
@@ -101,9 +96,9 @@ class _Choices(Reply):
     end = b"data: [DONE]\n\n"
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: str, *, include_usage: bool = False) -> None:
+    def __init__(self, model: str, names: TokenNames, *, include_usage: bool = False) -> None:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
+        self._names, self._include_usage = names, include_usage
 
     def closing(self, usage: Usage) -> Iterable[dict[str, Any]]:
         return [self._chunk([]) | {"usage": usage.json}] if self._include_usage else []
@@ -119,10 +114,31 @@ class CompletionReply(_Choices):
     """Answer of ``/v1/completions``."""
 
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        return [self._chunk([_text_choice(piece)])]
+        return [self._chunk([self._choice(piece)])]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        return self._whole(list(map(_text_choice, pieces)), usage)
+        return self._whole(list(map(self._choice, pieces)), usage)
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        prompt = [] if piece.prompt is None else self._names.places(piece.prompt)
+        # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
+        ending = [] if piece.stop_token is None else [piece.stop_token]
+        tokens = [*prompt, *piece.tokens, *ending]
+        logprobs = self._logprobs(tokens) if tokens else None
+        return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
+
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, list[Any]]:
+        name = self._names.name
+        return {
+            "tokens": [name(token.token) for token, _ in tokens],
+            "token_logprobs": [_number(token.logprob) for token, _ in tokens],
+            # Of tokens with equal names, the most likely one is kept.
+            "top_logprobs": [
+                None if x.logprob is None else {name(other): _number(value) for other, value in x.top_logprobs[::-1]}
+                for x, _ in tokens
+            ],
+            "text_offset": [offset for _, offset in tokens],
+        }
 
 
 class ChatReply(_Choices):
@@ -130,8 +146,8 @@ class ChatReply(_Choices):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, *, include_usage: bool = False, scored: bool = False) -> None:
-        super().__init__(model, include_usage=include_usage)
+    def __init__(self, model: str, names: TokenNames, *, include_usage: bool = False, scored: bool = False) -> None:
+        super().__init__(model, names, include_usage=include_usage)
         self._scored = scored
 
     def opening(self, num_choices: int) -> Iterable[dict[str, Any]]:
@@ -142,7 +158,7 @@ class ChatReply(_Choices):
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
         text = {"content": piece.text} if piece.text else {}
         calls = {"tool_calls": list(map(_part_of_call, piece.calls))} if piece.calls else {}
-        return [self._chunk([{"delta": text | calls, **_chat_choice(piece, bool(piece.tokens))}])]
+        return [self._chunk([{"delta": text | calls, **self._choice(piece, bool(piece.tokens))}])]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = []
@@ -151,8 +167,21 @@ class ChatReply(_Choices):
             if calls := joined(piece.calls):
                 told = [{"id": call.id, "type": "function", "function": _function(call)} for call in calls]
                 message |= {"content": piece.text or None, "tool_calls": told}
-            choices.append({"message": message, **_chat_choice(piece, self._scored)})
+            choices.append({"message": message, **self._choice(piece, self._scored)})
         return self._whole(choices, usage)
+
+    def _choice(self, piece: Piece, scored: bool) -> dict[str, Any]:
+        content = [
+            self._token(token.token, token.logprob)
+            | {"top_logprobs": [self._token(*top) for top in token.top_logprobs]}
+            for token, _ in piece.tokens
+        ]
+        return {"index": piece.choice, "logprobs": {"content": content} if scored else None, **_progress(piece)}
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._names.text(token)
+        content = None if text is None else list(text.encode())
+        return {"token": self._names.name(token), "logprob": _number(logprob), "bytes": content}
 
 
 def _part_of_call(part: CallPart) -> dict[str, Any]:
@@ -177,58 +206,17 @@ def joined(parts: Iterable[CallPart]) -> list[CallPart]:
     return calls
 
 
-def _text_choice(piece: Piece) -> dict[str, Any]:
-    prompt = [] if piece.prompt is None else piece.prompt.tokens()
-    # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
-    ending = [] if piece.stop_token is None else [piece.stop_token]
-    tokens = [*prompt, *piece.tokens, *ending]
-    logprobs = _text_logprobs(tokens) if tokens else None
-    return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
-
-
-def _chat_choice(piece: Piece, scored: bool) -> dict[str, Any]:
-    content = [
-        _chat_token(token.chosen) | {"top_logprobs": list(map(_chat_token, token.top_logprobs))}
-        for token in piece.tokens
-    ]
-    return {"index": piece.choice, "logprobs": {"content": content} if scored else None, **_progress(piece)}
-
-
 def _progress(piece: Piece) -> dict[str, Any]:
     return {"finish_reason": piece.finish_reason, "position": piece.position}
 
 
-def _text_logprobs(tokens: Sequence[TokenText]) -> dict[str, list[Any]]:
-    return {
-        "tokens": [token.chosen.name for token in tokens],
-        "token_logprobs": [_number(token.chosen) for token in tokens],
-        "top_logprobs": list(map(_text_top_logprobs, tokens)),
-        "text_offset": [token.offset for token in tokens],
-    }
-
-
-def _text_top_logprobs(token: TokenText) -> dict[str, float | None] | None:
-    if token.chosen.logprob is None:
-        return None
-    # Of tokens with equal names, the most likely one is kept.
-    return {other.name: _number(other) for other in reversed(token.top_logprobs)}
-
-
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    content = None if token.text is None else list(token.text.encode())
-    return {"token": token.name, "logprob": _number(token), "bytes": content}
-
-
-def _number(token: TokenLogprob) -> float | None:
-    return None if token.logprob is None else max(token.logprob, _MIN_LOGPROB)
+def _number(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _MIN_LOGPROB)
 
 
 class ResponseReply(Reply):
-    """Answer of ``/v1/responses``.
-
-    Args:
-        cached_tokens: tokens of the conversation before the prompt, which the state had read.
-        store: called with the whole response, and the piece with all of its text, before its end is sent.
+    """Answer of ``/v1/responses``. The state had read ``cached_tokens`` of the conversation before the prompt.
+    ``store`` is called with the whole response, and the piece with all of its text, before its end is sent.
     """
 
     def __init__(
@@ -241,6 +229,7 @@ class ResponseReply(Reply):
         self._calls: list[CallPart] = []
         self._last: Piece | None = None
         self._num_events = 0
+        form = {"type": "text"} if asked.format is None else vars(asked.format)
         self._head = {
             "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "background": False,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
@@ -248,7 +237,8 @@ class ResponseReply(Reply):
             "previous_response_id": asked.previous_response_id, "reasoning": {"effort": None, "summary": None},
             "service_tier": "default", "store": asked.store,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": {"format": _shown(asked)}, "tool_choice": asked.choice.shown if asked.tools else "none",
+            "text": {"format": {name: value for name, value in form.items() if value is not None}},
+            "tool_choice": asked.choice.shown if asked.tools else "none",
             "tools": [
                 {"type": "function", "strict": bool(function.strict), "description": None, **function.tool["function"]}
                 for function in asked.tools
@@ -271,9 +261,11 @@ class ResponseReply(Reply):
         for part in piece.calls:
             if part.id:
                 yield from self._end_item("completed")
-                item = self._call_item(replace(part, arguments=""), "in_progress")
-                yield self._event("response.output_item.added", output_index=self._index(part), item=item)
             self._calls = joined([*self._calls, part])
+            if part.id:
+                item = self._call_item(replace(part, arguments=""), "in_progress")
+                index = self._call_place()["output_index"]
+                yield self._event("response.output_item.added", output_index=index, item=item)
             if part.arguments:
                 yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=part.arguments)
 
@@ -297,7 +289,13 @@ class ResponseReply(Reply):
         status = "incomplete" if cut else "completed"
         said = [self._message(piece.text, "completed" if calls else status)] if piece.text or not calls else []
         called = [self._call_item(call, status if call == calls[-1] else "completed") for call in calls]
-        body = self._body(status, [*said, *called], self._usage(usage))
+        read = self._cached + usage.prompt_tokens
+        counts = {
+            "input_tokens": read, "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + usage.completion_tokens, "state_bytes": usage.state_bytes,
+        }  # fmt: skip
+        body = self._body(status, [*said, *called], counts)
         body |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "position": piece.position}
         self._store(body, piece)
         return body
@@ -313,22 +311,18 @@ class ResponseReply(Reply):
             yield self._event("response.function_call_arguments.done", **place, **_function(call))
             item = self._call_item(call, status)
         elif self._texts:
-            text = "".join(self._texts)
-            yield self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place, part=_part(text))
+            text, place = "".join(self._texts), self._place
+            yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **place, part=_part(text))
             item = self._message(text, status)
         else:
             return
-        index = self._index(self._calls[-1]) if self._calls else 0
-        yield self._event("response.output_item.done", output_index=index, item=item)
-
-    def _index(self, call: CallPart) -> int:
-        """Return the place of a call in the output, after the message, if there is one."""
-        return call.index + bool(self._texts)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _call_place(self) -> dict[str, Any]:
+        """Return the place of the last call in the output: after the message, if there is one."""
         call = self._calls[-1]
-        return {"item_id": f"fc_{call.id}", "output_index": self._index(call)}
+        return {"item_id": f"fc_{call.id}", "output_index": call.index + bool(self._texts)}
 
     def _call_item(self, call: CallPart, status: str) -> dict[str, Any]:
         identity = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "status": status}
@@ -347,20 +341,6 @@ class ResponseReply(Reply):
     def _message(self, text: str | None, status: str) -> dict[str, Any]:
         content = [] if text is None else [_part(text)]
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _usage(self, usage: Usage) -> dict[str, Any]:
-        read = self._cached + usage.prompt_tokens
-        return {
-            "input_tokens": read, "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read + usage.completion_tokens, "state_bytes": usage.state_bytes,
-        }  # fmt: skip
-
-
-def _shown(asked: ResponseRequest) -> dict[str, Any]:
-    """Return the format of the text with all fields that were given."""
-    given = {"type": "text"} if asked.format is None else vars(asked.format)
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.scheduler import Engine
 from gecko.models.gecko import Gecko
 from gecko.runtime.process import keep_existing_objects
+from gecko.serving.answer import Worker
 from gecko.serving.app import Service, create_app
 from gecko.serving.connection import Hosts, connection_class
-from gecko.serving.metrics import Metrics
+from gecko.serving.limits import Metrics
 from gecko.serving.options import Options
 from gecko.serving.prepare import ServedModel
 from gecko.serving.stores import ResponseStore, SavedStates
-from gecko.serving.worker import Worker
 
 _FLUSH_SECONDS = 5
 """Seconds for connections to flush their buffers after the last request."""

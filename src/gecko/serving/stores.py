@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ _HEADER_BYTES, _TENSOR_BYTES = 1 << 13, 1 << 8
 class SavedStates:
     """Files ``NAME.state`` of a folder, with a cache of loaded states; thread-safe. Replaced files are loaded again.
 
-    Args:
-        folder: None if the server offers no states.
-        max_bytes: limit for all files together up to which states are saved; 0: states are not saved or deleted.
+    Without ``folder`` the server offers no states. States are saved up to ``max_bytes`` of all files together; with 0,
+    they are not saved or deleted.
     """
 
     def __init__(self, folder: Path | None, max_bytes: int = 0) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        self._loaded: OrderedDict[tuple[str | int, ...], GeckoState] = OrderedDict()
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        # Size and modification time may equal those of a replaced file: all states of a model have the same size.
+        self._read = lru_cache(_MAX_LOADED)(lambda path, inode, changed, modified, size: GeckoState.load(path))
+        self._writing = threading.Lock()
 
     def names(self) -> list[str]:
         return [path.name.removesuffix(SUFFIX) for path in self._paths()]
@@ -53,7 +54,11 @@ class SavedStates:
         if not path.is_file():
             raise _not_found(name)
         try:
-            return self._load(path)
+            facts = path.stat()
+            state = self._read(path, facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
+            if state.batch_size != 1:
+                raise ValueError(f"a state must have one row to continue a text; {path} has {state.batch_size}.")
+            return state
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = str(error).replace(str(path), f"the state {name!r}")
             raise ApiError(400, reason, code="invalid_state", param="state") from error
@@ -124,22 +129,6 @@ class SavedStates:
             message = f"this server does not save or delete states; {start}"
             raise ApiError(403, message, code="states_read_only")
 
-    def _load(self, path: Path) -> GeckoState:
-        facts = path.stat()
-        # Size and modification time may equal those of the replaced file: all states of a model have the same size.
-        key = (path.name, facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
-        with self._lock:
-            state = self._loaded.pop(key, None)
-        if state is None:
-            state = GeckoState.load(path)
-        if state.batch_size != 1:
-            raise ValueError(f"a state must have one row to continue a text; {path} has {state.batch_size}.")
-        with self._lock:
-            self._loaded[key] = state
-            while len(self._loaded) > _MAX_LOADED:
-                self._loaded.popitem(last=False)
-        return state
-
 
 def _describe(path: Path) -> dict[str, Any]:
     facts = path.stat()
@@ -153,7 +142,6 @@ def _not_found(name: str) -> ApiError:
 
 
 MAX_RESPONSES = 10_000
-"""Maximum number of stored responses, whatever their size."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +149,6 @@ class StoredResponse:
     """A finished response."""
 
     body: bytes
-    """The response as JSON."""
     state: GeckoState
     """State of the conversation, on the CPU."""
     unread: Sequence[int]
@@ -208,7 +195,8 @@ class ResponseStore:
         """Return a response; ApiError 404 if there is none with this id."""
         found = self.get(response_id)
         if found is None:
-            raise response_not_found(response_id)
+            message = f"Response with id '{response_id[:100]}' not found."
+            raise ApiError(404, message, code="response_not_found")
         return found
 
     def delete(self, response_id: str) -> bool:
@@ -217,7 +205,3 @@ class ResponseStore:
             response = self._found.pop(response_id, None)
             self._bytes -= 0 if response is None else response.num_bytes
             return response is not None
-
-
-def response_not_found(response_id: str) -> ApiError:
-    return ApiError(404, f"Response with id '{response_id[:100]}' not found.", code="response_not_found")

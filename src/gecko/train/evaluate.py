@@ -16,7 +16,7 @@ from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, validation_ba
 from gecko.data.chats import ChatCorpus, ChatRows
 from gecko.data.text_stream import token_bytes
 from gecko.inference import NewToken, stream
-from gecko.inference.llama import LlamaStream, prefill_llama
+from gecko.inference.generate import LlamaStream, prefill_llama
 from gecko.models import LanguageModel, Llama
 from gecko.parallel.mesh import ALONE, Ranks
 from gecko.parallel.sharding import release

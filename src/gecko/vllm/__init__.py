@@ -15,8 +15,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     import gecko.hf  # noqa: F401 (registers the config with transformers)
-    from gecko.vllm.pages import register_pages
-    from gecko.vllm.settings import CLASSIFIER, GeckoSettings
+    from gecko.vllm.pages import CLASSIFIER, GeckoSettings, register_pages
 
     register_pages()
     for name in (ARCHITECTURE, CLASSIFIER):  # the settings refuse a classifier

@@ -50,13 +50,16 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         self._model_config, self._is_loaded = vllm_config.model_config, False
         self._checked: Any = ()
         architecture = self.config.architecture()
+        whole = self._ranks.size == 1
         with meta_device():
-            whole = self._ranks.size == 1
             self.gecko = Gecko(architecture) if whole else sharded_model(architecture, self._ranks)
         self.gecko.to(self._dtype).to_empty(device=self._device).requires_grad_(False).eval()
         self.gecko.tie()
         names = f"{prefix}.gecko.blocks" if prefix else "gecko.blocks"
-        self._pages = StatePages(self._blank(), names, vllm_config.compilation_config.static_forward_context)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        blank = GeckoState.empty(self.gecko.config, dtype=wide, value_dtype=self._dtype, device="meta")
+        blank = blank if whole else sharded_state(blank, self._ranks)
+        self._pages = StatePages(blank, names, vllm_config.compilation_config.static_forward_context)
         self._most = vllm_config.scheduler_config.max_num_seqs
         self._decoder: tuple[GeckoState, Network | None] | None = None
         if self._device.type == "cpu":
@@ -75,11 +78,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        """Return the input of the head, (T, D), for the tokens (T,) of all sequences, and write their states.
-
-        Raises:
-            ValueError: embeddings are given instead of tokens.
-        """
+        """Return the input of the head, (T, D), for the tokens (T,) of all sequences, and write their states. Raise
+        ValueError if embeddings are given instead of tokens."""
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("prompts must be tokens or text: a Gecko in vLLM takes no embeddings.")
         metadata = get_forward_context().attn_metadata
@@ -114,15 +114,19 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
         """Load the weights of a model folder, or this rank's part of them; return the names of the loaded parameters.
 
         The first call needs all of them. Later ones, as trainers make, may have some, which are copied into vLLM's
-        tensors. States in the prefix cache are those of the weights that read them until vLLM resets it.
-
-        Raises:
-            ValueError: the folder is damaged, parameters are missing, unexpected or of another shape, or weights are
-                quantised and tensor parallelism is on or the engine runs already.
+        tensors. States in the prefix cache are those of the weights that read them until vLLM resets it. Raise
+        ValueError if the folder is damaged, parameters are missing, unexpected or of another shape, or weights are
+        quantised and tensor parallelism is on or the engine runs already.
         """
         self._decoder = None
         self._check_folder()
-        stored = {_own_name(name): self._local(_own_name(name), weight) for name, weight in weights}
+        stored = {}
+        for wrapped, weight in weights:
+            name = wrapped.removeprefix(next(filter(wrapped.startswith, WRAPPERS), ""))
+            dtype = self._dtype if weight.is_floating_point() else weight.dtype
+            # This rank's part, as a copy: the file's tensors are mapped from the disk.
+            part = sharded_weight(name, weight, self._ranks).to(self._device, dtype, copy=True)
+            stored[name] = part.contiguous()
         head, embedding = TIED
         if self.gecko.config.tie_embedding and embedding in stored:
             stored[head] = stored[embedding]
@@ -166,17 +170,6 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             read_folder(folder, GeckoConfig, GECKO)
         self._checked = found
 
-    def _local(self, name: str, weight: Tensor) -> Tensor:
-        """Return a copy of this rank's part of a weight; the file's tensors are mapped from the disk."""
-        dtype = self._dtype if weight.is_floating_point() else weight.dtype
-        return sharded_weight(name, weight, self._ranks).to(self._device, dtype, copy=True).contiguous()
-
-    def _blank(self) -> GeckoState:
-        """Return the initial state of one sequence on the device ``meta``."""
-        wide = torch.promote_types(self._dtype, torch.float32)
-        blank = GeckoState.empty(self.gecko.config, dtype=wide, value_dtype=self._dtype, device="meta")
-        return blank if self._ranks.size == 1 else sharded_state(blank, self._ranks)
-
     def _prefill(self, tokens: Tensor, page: Tensor, read: int) -> Tensor:
         """Read tokens (T,) of the sequence in ``page`` (1,), which has read ``read`` tokens; return hidden (T, D)."""
         # Pages are not cleared when another sequence gets them.
@@ -206,12 +199,6 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             network = None if backend is None else PackedWeights(self.gecko, backend).with_states(state, most)
             self._decoder = state, network
         return self._decoder[1]
-
-
-def _own_name(name: str) -> str:
-    """Return the name in a ``Gecko`` of a parameter in a model folder."""
-    prefix = next(filter(name.startswith, WRAPPERS), "")
-    return name.removeprefix(prefix)
 
 
 def _keep_seeds_of_cut_prompts() -> None:

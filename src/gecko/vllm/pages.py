@@ -1,26 +1,83 @@
-"""States in the pages of vLLM's cache: one page per block and sequence, and which pages a step uses."""
+"""What vLLM knows of a Gecko before it has the model: its settings, and the pages of its states.
+
+A state takes one page of vLLM's cache per block and sequence; the metadata of a step names the pages that it uses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models.config import MambaModelConfig
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
+from gecko.parallel.sharding import check_divisible
 from gecko.runtime.tensors import map_tensors, tensors_of
 from gecko.segments import Clock
 from gecko.state import GeckoState
 
 BACKEND = "GECKO"
+CLASSIFIER = "GeckoForSequenceClassification"
 ALIGNMENT = 64
 """Every tensor starts at a multiple of these bytes in its page, and pages are multiples of them."""
+
+
+class GeckoSettings(MambaModelConfig):
+    """Hook of vLLM that changes the settings of an engine before it starts; the cache is that of Mamba models."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: Any) -> None:
+        """Set vLLM's cache mode, and its block size unless given; switch off CUDA graphs and the compiler.
+
+        Otherwise vLLM would allocate, before it learns that the model has no graphs, a cache page for each of up to
+        512 sequences to profile graphs. Raise ValueError if the fields of the model's config contradict each other, the
+        ranks of tensor parallelism cannot divide its heads, or an option is set that a Gecko cannot have.
+        """
+        config = vllm_config.model_config.hf_config.architecture()
+        check_divisible(config, vllm_config.parallel_config.tensor_parallel_size)
+        if vllm_config.speculative_config is not None:
+            raise ValueError(
+                "speculative decoding must be off: a Gecko's state cannot go back to an earlier token, as it must when "
+                "a draft token is refused."
+            )
+        wrong = [f"{option} must be {value}: {reason}" for option, value, reason in _refused(vllm_config)]
+        if wrong:
+            raise ValueError(" ".join(wrong))
+        super().verify_and_update_config(vllm_config)
+        compilation = vllm_config.compilation_config
+        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
+        cache, budget = vllm_config.cache_config, vllm_config.scheduler_config.max_num_batched_tokens
+        if cache.enable_prefix_caching and (cache.block_size or 0) > budget:
+            raise ValueError(
+                f"with prefix caching, max_num_batched_tokens must be at least block_size={cache.block_size}, or no "
+                f"step reaches the end of a block; got {budget}. Set max_num_batched_tokens or a smaller block_size."
+            )
+
+
+def _refused(vllm_config: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the options that are set and would be ignored or fail later, what each must be, and why."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if CLASSIFIER in (model.hf_config.architectures or ()) or model.convert_type not in ("none", "embed"):
+        head = "vLLM would answer from a classifier's head that it does not load"
+        yield "runner", "generate", f"{head}. Open classifiers with AutoModelForSequenceClassification of transformers."
+    if model.enable_prompt_embeds:
+        yield "enable_prompt_embeds", "off", "a Gecko in vLLM reads tokens or text."
+    if vllm_config.kv_transfer_config is not None:
+        yield "kv_transfer_config", "unset", "a connector would send keys and values, of which a Gecko has none."
+    if vllm_config.lora_config is not None:
+        yield "enable_lora", "off", "merge an adapter into the model's folder instead."
+    if model.quantization is not None:
+        yield "quantization", "unset", "no layer would be quantised; use a folder of gecko quantize."
+    for option in ("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+        if getattr(cache, option) not in ("auto", None):
+            yield option, "auto", "states have the dtype of the model, and parts of them float32."
 
 
 @dataclass(frozen=True)
@@ -73,11 +130,7 @@ def register_pages() -> None:
 
 
 class PageLayout:
-    """Places of a block's tensors in a page.
-
-    Args:
-        tensors: the tensors of one sequence, (1, …); they may be on the device ``meta``.
-    """
+    """Places of a block's tensors in a page, by those of one sequence, (1, …), which may be on the device ``meta``."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._places: list[tuple[int, tuple[int, ...], torch.dtype]] = []
@@ -121,12 +174,8 @@ class StatePages:
     """The states of all sequences in the memory that vLLM gives.
 
     The pages of all blocks have one size, so that vLLM gives a sequence the same page number in every block. Each has
-    room for the state of the final norm, which only the last one uses.
-
-    Args:
-        blank: the initial state of one sequence; it may be on the device ``meta``.
-        prefix: name of the model's blocks.
-        layers: vLLM's table of layers, to which the pages are added.
+    room for the state of the final norm, which only the last one uses. ``blank`` is the initial state of one sequence,
+    which may be on the device ``meta``. The pages are added to ``layers``, vLLM's table, under names with ``prefix``.
     """
 
     def __init__(self, blank: GeckoState, prefix: str, layers: dict[str, Any]) -> None:
