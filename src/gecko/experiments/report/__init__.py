@@ -15,9 +15,9 @@ from typing import Any
 
 from gecko.eval.results import readable
 from gecko.experiments.compare.results import comparison_tables
-from gecko.experiments.compute import compute_part
 from gecko.experiments.figures import (
     check_packages,
+    compute_part,
     distance_figure,
     length_figure,
     loss_pictures,
