@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -92,7 +91,9 @@ def diagnose(
         "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
     }  # fmt: skip
     scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
-    notes = [f"guessing gives {settings['guessing']:.4f}", *_diverged(losses)]
+    notes = [f"guessing gives {settings['guessing']:.4f}"]
+    if (first := next((point["step"] for point in losses if point["loss"] is None), None)) is not None:
+        notes.append(f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate")
     return Results("diagnose", scores, settings, diagnosis.seed, notes, {"training_losses": losses})
 
 
@@ -111,13 +112,12 @@ def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, se
             whole.append([hit for every in hits.values() for hit in every])
             for distance, every in hits.items():
                 found.setdefault(distance, []).append(every)
-    return [_score(whole, "any"), *(_score(found[distance], distance) for distance in sorted(found))]
-
-
-def _score(rows: list[list[bool]], distance: int | str) -> Score:
-    value, interval = share_by_row(rows)
-    n = sum(map(len, rows))
-    return Score("accuracy", value, n, "answers", interval, {"chunks before the question": distance})
+    scores = []
+    for distance, answers in {"any": whole, **{near: found[near] for near in sorted(found)}}.items():
+        value, interval = share_by_row(answers)
+        where = {"chunks before the question": distance}
+        scores.append(Score("accuracy", value, sum(map(len, answers)), "answers", interval, where))
+    return scores
 
 
 def _train(
@@ -143,14 +143,6 @@ def _train(
             losses.append({"step": step + 1, "loss": value if math.isfinite(value) else None})
             report(f"step {step + 1}: loss {value:.4f}")
     return losses
-
-
-def _diverged(losses: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a note on the first loss that is not finite."""
-    first = next((point["step"] for point in losses if point["loss"] is None), None)
-    if first is None:
-        return []
-    return [f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate"]
 
 
 def _rate(step: int, diagnosis: Diagnosis) -> float:

@@ -96,7 +96,8 @@ def _labels(group: Sequence[Identity]) -> list[tuple[str, str]]:
     differing = [key for key in every if len({one.get(key) for one in settings}) > 1]
     ends = [key.rpartition(".")[2] for key in differing]
     short = {key: end if ends.count(end) == 1 else key for key, end in zip(differing, ends, strict=True)}
-    texts = [", ".join(f"{short[key]}={one.get(key, 'none').strip('"')}" for key in differing) for one in settings]
+    values = [{short[key]: one.get(key, "none").strip('"') for key in differing} for one in settings]
+    texts = [", ".join(f"{key}={value}" for key, value in one.items()) for one in values]
     if all(len(text) <= _LONGEST_DIFFERENCE for text in texts):
         return [(f"{name}, {text}" if name else text, text) for text in texts]
     return [(f"{name or 'model'} {_letters(number)}", text) for number, text in enumerate(texts)]

@@ -123,34 +123,32 @@ def score_table(
         about: function that returns further small print under a model's name.
     """
     models, lines, intervals = by_model(rows), [], []
+
+    def cell(seeds: Sequence[Row]) -> Cell:
+        n = counts(seeds)
+        if seeds[0].score in NOT_AVERAGED:
+            return "; ".join(unit.shown(row.value) for row in seeds), f"n {n}"
+        mean, interval = estimate(seeds, unit.limits)
+        intervals.append(interval)
+        return unit.shown(mean), f"{span(interval, unit.shown)}; n {n}{' for each seed' if len(seeds) > 1 else ''}"
+
+    def detail(mine: Sequence[Row]) -> str:
+        known = [str(seed) for seed in dict.fromkeys(row.seed for row in mine) if seed is not None]
+        words = f"{'seed' if len(known) == 1 else 'seeds'} {', '.join(known)}" if known else "seed not known"
+        sizes = [row.file.record["model"]["parameters"] for row in mine if "parameters" in row.file.record["model"]]
+        return f"{words}; {sizes[0]:,} parameters" if sizes else words
+
     for of_place in grouped(rows, lambda row: row.place).values():
         found = by_model(of_place)
-        intervals += [estimate(seeds, unit.limits)[1] for seeds in found.values() if seeds[0].score not in NOT_AVERAGED]
-        cells = [_cell(found[model], unit) if model in found else "" for model in models]
+        cells = [cell(found[model]) if model in found else "" for model in models]
         lines.append([*(text(of_place[0]) for text in heads.values()), *cells])
-    columns = [(model.label, f"{_detail(mine)} {about(mine[-1])}".strip()) for model, mine in models.items()]
+    columns = [(model.label, f"{detail(mine)} {about(mine[-1])}".strip()) for model, mine in models.items()]
     small = f"Values in {unit.name}. " if unit.name else ""
     legend = f"{small}Below each value its 95 % interval and n. Intervals: {methods(intervals)}."
     return Table(title, [*heads, *columns], lines, [legend, *notes], len(heads), folded)
-
-
-def _cell(seeds: Sequence[Row], unit: Unit) -> Cell:
-    n = counts(seeds)
-    if seeds[0].score in NOT_AVERAGED:
-        return "; ".join(unit.shown(row.value) for row in seeds), f"n {n}"
-    mean, interval = estimate(seeds, unit.limits)
-    return unit.shown(mean), f"{span(interval, unit.shown)}; n {n}{' for each seed' if len(seeds) > 1 else ''}"
 
 
 def counts(rows: Sequence[Row]) -> str:
     """Return the sample size of each seed as text."""
     found = sorted({row.n for row in rows})
     return " to ".join(dict.fromkeys(f"{n:,}" for n in (found[0], found[-1]))) + f" {rows[0].unit}"
-
-
-def _detail(rows: Sequence[Row]) -> str:
-    """Return seeds and number of parameters as text."""
-    known = [str(seed) for seed in dict.fromkeys(row.seed for row in rows) if seed is not None]
-    words = f"{'seed' if len(known) == 1 else 'seeds'} {', '.join(known)}" if known else "seed not known"
-    sizes = [row.file.record["model"]["parameters"] for row in rows if "parameters" in row.file.record["model"]]
-    return f"{words}; {sizes[0]:,} parameters" if sizes else words
