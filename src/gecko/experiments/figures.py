@@ -1,15 +1,24 @@
-"""Figures of rows of the long table: losses by step and by FLOPs, scores by case, losses by position, and maps."""
+"""Figures and tables of rows: losses by step and by FLOPs, scores by case, losses by position, and maps."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gecko.eval.results import Interval, standard_error, student
-from gecko.experiments.rows import HELD_OUT, TRAINING_LOSS, families, token_count
-from gecko.experiments.table import PERCENT, Model, Row, by_model, estimate, grouped, span
+from gecko.eval.results import Interval, readable, standard_error, student
+from gecko.experiments.rows import (
+    HELD_OUT,
+    TRAINING_LOSS,
+    Model,
+    Row,
+    by_model,
+    estimate,
+    families,
+    grouped,
+    token_count,
+)
 from gecko.pages import (
     DARK,
     LIGHT,
@@ -37,6 +46,78 @@ _MAP_WIDTH = 4.2
 _GUESSING = LineStyle(DARK, (0, (2, 2)), "")
 
 Points = list[tuple[float, float]]
+
+
+class Unit(NamedTuple):
+    """Unit and number format of values."""
+
+    shown: Callable[[float], str]
+    name: str
+    limits: tuple[float, float] | None = None
+    """Values of 0 and 100 %, for proportions."""
+
+
+PLAIN = Unit(readable, "")
+PERCENT = Unit(lambda share: f"{100 * share:.1f}", "%", (0, 1))
+"""Unit of proportions in 0..1."""
+OF_HUNDRED = Unit(lambda score: f"{score:.1f}", "%", (0, 100))
+"""Unit of scores that are already in percent."""
+
+
+def span(interval: Interval | None, shown: Callable[[float], str] = readable) -> str:
+    """Format an interval."""
+    return "no interval" if interval is None else f"{shown(interval.low)} to {shown(interval.high)}"
+
+
+def methods(intervals: Iterable[Interval | None]) -> str:
+    """Return the names of the intervals' methods, each once."""
+    return "; ".join(dict.fromkeys(one.method for one in intervals if one is not None)) or "none"
+
+
+NOT_AVERAGED = ("t", "p, two-sided")
+"""Scores that are not averaged over seeds; the score of each seed is shown."""
+
+
+def score_table(
+    title: str, rows: Sequence[Row], heads: Mapping[str, Callable[[Row], str]], unit: Unit = PLAIN, *,
+    notes: Iterable[str] = (), folded: bool = False, about: Callable[[Row], str] = lambda _: "",
+) -> Table:  # fmt: skip
+    """Return a table with one column per model and one line per score and case.
+
+    Args:
+        heads: names of the first columns, with the text of each.
+        about: function that returns further small print under a model's name.
+    """
+    models, lines, intervals = by_model(rows), [], []
+
+    def cell(seeds: Sequence[Row]) -> Cell:
+        n = counts(seeds)
+        if seeds[0].score in NOT_AVERAGED:
+            return "; ".join(unit.shown(row.value) for row in seeds), f"n {n}"
+        mean, interval = estimate(seeds, unit.limits)
+        intervals.append(interval)
+        return unit.shown(mean), f"{span(interval, unit.shown)}; n {n}{' for each seed' if len(seeds) > 1 else ''}"
+
+    def detail(mine: Sequence[Row]) -> str:
+        known = [str(seed) for seed in dict.fromkeys(row.seed for row in mine) if seed is not None]
+        words = f"{'seed' if len(known) == 1 else 'seeds'} {', '.join(known)}" if known else "seed not known"
+        sizes = [row.file.record["model"]["parameters"] for row in mine if "parameters" in row.file.record["model"]]
+        return f"{words}; {sizes[0]:,} parameters" if sizes else words
+
+    for of_place in grouped(rows, lambda row: row.place).values():
+        found = by_model(of_place)
+        cells = [cell(found[model]) if model in found else "" for model in models]
+        lines.append([*(text(of_place[0]) for text in heads.values()), *cells])
+    columns = [(model.label, f"{detail(mine)} {about(mine[-1])}".strip()) for model, mine in models.items()]
+    small = f"Values in {unit.name}. " if unit.name else ""
+    legend = f"{small}Below each value its 95 % interval and n. Intervals: {methods(intervals)}."
+    return Table(title, [*heads, *columns], lines, [legend, *notes], len(heads), folded)
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """Return the sample size of each seed as text."""
+    found = sorted({row.n for row in rows})
+    return " to ".join(dict.fromkeys(f"{n:,}" for n in (found[0], found[-1]))) + f" {rows[0].unit}"
 
 
 def check_packages() -> None:

@@ -1,18 +1,18 @@
-"""Rows of runs and evaluations, and their models: runs that differ only in their seed are one model."""
+"""Results as one long table: a row for each number of a model, seed and case. Runs that differ only in their seed are
+one model."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gecko.eval.diagnose import PIECE
-from gecko.eval.results import Interval, over_rows
+from gecko.eval.results import Interval, over_rows, over_seeds
 from gecko.experiments.inputs import RECIPE, EvaluationFile, Inputs, RunFolder
-from gecko.experiments.table import Model, Row, by_model, grouped
 from gecko.io.files import Record, read_object
 from gecko.models import parse_config
 from gecko.pages import LineStyle
@@ -28,6 +28,78 @@ HELD_OUT, TRAINING_LOSS = "held-out loss, nats per byte", "training loss, nats p
 MEMORY = "peak memory, GiB"
 _SYNTHETIC_NAMES = {"mqar": "Associative recall (MQAR)", "selective_copying": "Selective copying",
                     "induction_heads": "Induction heads"}  # fmt: skip
+
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with all its seeds: a column of tables and a line of pictures."""
+
+    label: str
+    style: LineStyle
+    differences: str = ""
+    """Settings that differ from other models of the same recipe."""
+
+
+class Row(NamedTuple):
+    """One number."""
+
+    model: Model
+    seed: int | None
+    """Training seed; None if unknown."""
+    evaluation: str
+    text: tuple[Any, ...]
+    """What must be equal for values to be compared, such as texts and tokenizer; first the words for it."""
+    case: Mapping[str, Any]
+    """Case of the evaluation, such as ``{"context": 1024}``."""
+    score: str
+    value: float
+    interval: Interval | None
+    n: int
+    """Sample size, in units."""
+    unit: str
+    file: Any
+    """Record of the file that the number is from."""
+
+    @property
+    def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """Score and case, which are the same for all models and seeds."""
+        return self.score, tuple(self.case.items())
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by key, in order."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def by_model(rows: Iterable[Row]) -> dict[Model, list[Row]]:
+    return grouped(rows, lambda row: row.model)
+
+
+def estimate(seeds: Sequence[Row], limits: tuple[float, float] | None = None) -> tuple[float, Interval | None]:
+    """Return the mean of a score over its seeds, and its interval.
+
+    With one seed the interval is the evaluation's own; with several it is that of the mean over seeds, cut at the
+    ``limits``, which Student's symmetric interval can exceed. If all seeds have the same value, the spread between
+    seeds is unknown and the interval spans those of the evaluations.
+    """
+    values, own = [row.value for row in seeds], [row.interval for row in seeds if row.interval is not None]
+    interval = own[0] if own else None
+    if len(set(values)) > 1:
+        interval = over_seeds(values)
+        if interval is not None and limits is not None:
+            low, high = max(limits[0], interval.low), min(limits[1], interval.high)
+            interval = Interval(low, high, f"{interval.method}, cut at 0 and 100 %")
+    elif len(values) > 1 and own:
+        method = f"equal for all seeds: widest of each seed's ({own[0].method})"
+        interval = Interval(min(one.low for one in own), max(one.high for one in own), method)
+    return statistics.fmean(values), interval
 
 
 class Identity(NamedTuple):

@@ -217,8 +217,7 @@ def spread_apart(centers: Sequence[float], heights: Sequence[float]) -> list[flo
 
 def chunk_borders(length: int, chunk_size: int) -> list[int]:
     """Return the chunk borders to mark: all, or every n-th if there are more than can be seen."""
-    step = chunk_size * border_stride(length, chunk_size)
-    return list(range(step, length, step))
+    return list(range(0, length, chunk_size * border_stride(length, chunk_size)))[1:]
 
 
 def border_stride(length: int, chunk_size: int) -> int:

@@ -17,10 +17,9 @@ from rich.table import Table as RichTable
 
 from gecko.eval.results import Interval, over_rows, over_seeds, standard_error
 from gecko.experiments.compare.plan import Planned, evaluation_of, rate_name
-from gecko.experiments.figures import AXES, loss_pictures
+from gecko.experiments.figures import AXES, loss_pictures, methods
 from gecko.experiments.inputs import COMPARISON, COMPARISON_FORMAT
-from gecko.experiments.rows import HELD_OUT, data_words
-from gecko.experiments.table import Model, Row, grouped, methods
+from gecko.experiments.rows import HELD_OUT, Model, Row, data_words, grouped
 from gecko.io.files import parse_json, whole_file, write_text
 from gecko.pages import LineStyle, Listing, Section, Table, is_page, pairs, settings_tables
 from gecko.pages import write_page as write_html

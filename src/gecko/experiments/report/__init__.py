@@ -13,30 +13,24 @@ from typing import Any
 from gecko.eval.results import readable
 from gecko.experiments.compare.results import comparison_tables
 from gecko.experiments.figures import (
+    OF_HUNDRED,
+    PERCENT,
+    Unit,
     check_packages,
     compute_part,
+    counts,
     distance_figure,
     length_figure,
     loss_pictures,
     map_figure,
     panels_figure,
     position_curves,
+    score_table,
+    span,
     within_figure,
 )
 from gecko.experiments.inputs import Inputs, gather
-from gecko.experiments.rows import MEMORY, families, long_table, token_count
-from gecko.experiments.table import (
-    OF_HUNDRED,
-    PERCENT,
-    Row,
-    Unit,
-    by_model,
-    counts,
-    estimate,
-    grouped,
-    score_table,
-    span,
-)
+from gecko.experiments.rows import MEMORY, Row, by_model, estimate, families, grouped, long_table, token_count
 from gecko.pages import Cell, Listing, Picture, Section, Table
 from gecko.pages import write_page as write_html
 from gecko.runtime.process import code_name, code_version
