@@ -154,7 +154,15 @@ def academic(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is None:
         specs = [{"task": name, "num_fewshot": TASKS[name].shots, **_metrics(name)} for name in tasks or TASKS]
-        notes, loaded = list[str](), _load_from_hub(specs, seed)
+        notes = list[str]()
+        try:
+            with cached_data_sets_without_network("eval"):
+                loaded = _load(specs, seed)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"the data of {', '.join(tasks or TASKS)} must be on this machine, or the hub must be reachable; got: "
+                f"{error}. With --data FOLDER, files such as piqa_val.arrow in a folder are used."
+            ) from error
     else:
         specs, notes = _from_files(data, tasks)
         loaded = _load(specs, seed)
@@ -286,18 +294,6 @@ def _requests(construct: Callable[..., list[Instance]], *arguments: Any, **optio
         if context == "" and request.request_type == "loglikelihood":
             request.arguments = ("Answer:", f" {rest[0].lstrip()}")
     return found
-
-
-def _load_from_hub(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
-    """Load tasks whose data sets are on the hub, or in the cache; FileNotFoundError says what to do without both."""
-    try:
-        with cached_data_sets_without_network("eval"):
-            return _load(specs, seed)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"the data of {', '.join(spec['task'] for spec in specs)} must be on this machine, or the hub must be "
-            f"reachable; got: {error}. With --data FOLDER, files such as piqa_val.arrow in a folder are used."
-        ) from error
 
 
 def _score(name: str, metric: str, values: Sequence[float], seed: int) -> Score:

@@ -72,9 +72,7 @@ class Diagnosis:
         return replace(self.size, length=self.size.length // share, items=max(1, self.size.items // share))
 
 
-def diagnose(
-    task: str, diagnosis: Diagnosis, device: torch.device, *, report: Report = quiet
-) -> Results:  # fmt: skip
+def diagnose(task: str, diagnosis: Diagnosis, device: torch.device, *, report: Report = quiet) -> Results:
     """Train a model on new rows in every step, and measure its accuracy on other rows by distance in chunks.
 
     Raises:
@@ -84,10 +82,9 @@ def diagnose(
     torch.manual_seed(diagnosis.seed)
     model = build_model(diagnosis.model).to(device)
     losses = _train(task, model, diagnosis, report)
+    names = ("steps", "batch_size", "learning_rate", "weight_decay", "warmup", "growth")
     settings = {
-        "task": task, "size": dict(vars(diagnosis.size)), "steps": diagnosis.steps,
-        "batch_size": diagnosis.batch_size, "learning_rate": diagnosis.learning_rate,
-        "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup, "growth": diagnosis.growth,
+        "task": task, "size": dict(vars(diagnosis.size)), **{name: getattr(diagnosis, name) for name in names},
         "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
     }  # fmt: skip
     scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
@@ -120,9 +117,7 @@ def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, se
     return scores
 
 
-def _train(
-    task: str, model: LanguageModel, diagnosis: Diagnosis, report: Report
-) -> list[dict[str, Any]]:  # fmt: skip
+def _train(task: str, model: LanguageModel, diagnosis: Diagnosis, report: Report) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=diagnosis.learning_rate, betas=(0.9, 0.95), weight_decay=diagnosis.weight_decay
     )

@@ -102,15 +102,17 @@ class ScoredModel(Protocol[C]):
 
 
 class GeckoModel:
-    """``ScoredModel`` of a Gecko or Megalodon.
+    """``ScoredModel`` of a Gecko or Megalodon, called ``name`` in results.
 
     Args:
-        name: name of the model in results.
         renew_norms: compute ``losses`` as Megalodon's released evaluator does; see the module's docstring.
 
     Raises:
         ValueError: the tokenizer has more ids than the model, or ``renew_norms`` is set for a norm with decay.
     """
+
+    notes: Sequence[str] = ()
+    """Notes on the scores: none, because texts of any length are read."""
 
     def __init__(self, model: Gecko, tokenizer: Tokenizer, name: str, *, renew_norms: bool = False) -> None:
         check_vocabulary(tokenizer, model.config.vocab_size)
@@ -121,11 +123,6 @@ class GeckoModel:
             )
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._renew_norms = renew_norms
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes on the scores: none, because texts of any length are read."""
-        return []
 
     @property
     def chunk_size(self) -> int | None:
@@ -153,9 +150,8 @@ class GeckoModel:
         )  # fmt: skip
 
     def write(self, after: Prefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
-        return "".join(
-            TextStream(self.stream(after, max_new_tokens, {self.tokenizer.document_end}), self.tokenizer, stops)
-        )
+        stream = self.stream(after, max_new_tokens, {self.tokenizer.document_end})
+        return "".join(TextStream(stream, self.tokenizer, stops))
 
 
 def _predicted(
@@ -190,7 +186,6 @@ class LlamaModel:
     """``ScoredModel`` of a Llama. It keeps keys and values of all tokens, so memory grows with the text.
 
     Args:
-        name: name of the model in results.
         trained_length: sequence length in training; None if unknown.
 
     Raises:
@@ -224,16 +219,16 @@ class LlamaModel:
         read = 0
         for losses in score_llama(self.model, tokens):
             read += len(losses)  # the last token is a target only
-            self._update_longest(read)
+            self._longest = max(self._longest, read)
             yield losses.cpu()
 
     def read(self, tokens: Tensor, after: LlamaPrefill | None = None) -> LlamaPrefill:
         reading = prefill_llama(self.model, [tokens], after)
-        self._update_longest(reading.cache.length)
+        self._longest = max(self._longest, reading.cache.length)
         return reading
 
     def predict(self, after: LlamaPrefill, tokens: Tensor) -> Predicted:
-        self._update_longest(after.cache.length + len(tokens) - 1)
+        self._longest = max(self._longest, after.cache.length + len(tokens) - 1)
         model = self.model
         return _predicted(model, after, tokens, lambda later: model.lm_head(model.read(later, after.cache)[0][0]))
 
@@ -246,11 +241,8 @@ class LlamaModel:
     def write(self, after: LlamaPrefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
         text = TextStream(self.stream(after, max_new_tokens, {self.tokenizer.document_end}), self.tokenizer, stops)
         written = "".join(text)
-        self._update_longest(after.cache.length + text.num_tokens)
+        self._longest = max(self._longest, after.cache.length + text.num_tokens)
         return written
-
-    def _update_longest(self, length: int) -> None:
-        self._longest = max(self._longest, length)
 
 
 _CONTEXT_IDS = 8

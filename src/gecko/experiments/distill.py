@@ -255,9 +255,7 @@ def layer_losses(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> 
 
 def logit_loss(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> Tensor:
     """Return the mean Kullback-Leibler divergence of the student's predictions from the teacher's, in nats."""
-    theirs, ours = (
-        model.hidden(tokens)[0][:, begin:].flatten(0, 1).split(PIECE) for model in (teacher, student)
-    )  # fmt: skip
+    theirs, ours = (model.hidden(tokens)[0][:, begin:].flatten(0, 1).split(PIECE) for model in (teacher, student))
 
     def divergence(theirs: Tensor, ours: Tensor) -> Tensor:
         p, q = (F.linear(hidden, student.head.weight).float().log_softmax(-1) for hidden in (theirs, ours))
@@ -273,9 +271,7 @@ def compared(student: Gecko, model: Gecko, held_out: Rows) -> list[Score]:
     """Return the mean losses beyond the window by position: full attention, memory off, memory on, and on less off."""
     window, length = 2 * model.config.chunk_size, len(next(iter(held_out.values()))[0])
     models = {"full attention": full_attention(model, length), "memory off": model, "memory on": student}
-    losses = {
-        name: np.stack([_row_losses(one, rows) for rows in held_out.values()]) for name, one in models.items()
-    }  # fmt: skip
+    losses = {name: np.stack([_row_losses(one, rows) for rows in held_out.values()]) for name, one in models.items()}
     losses["memory on less off"] = losses["memory on"] - losses["memory off"]
     borders = [window * 2**i for i in range(40) if window * 2**i < length - 1]
     ranges = dict.fromkeys([(window, length - 1), *pairwise([*borders, length - 1])])

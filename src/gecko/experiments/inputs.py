@@ -103,7 +103,7 @@ def gather(paths: Sequence[Path]) -> Inputs:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{_EXPECTED}; there is no {path}.")
-        inputs.given.append((str(path), _add_folder(path, inputs) if path.is_dir() else _add_file(path, inputs)))
+        inputs.given.append((str(path), _add(path, inputs)))
     if not inputs.runs and not inputs.evaluations:
         reasons = "; ".join(f"{what}: {why}" for what, why in inputs.left_out)
         raise ValueError(f"a report needs at least one run with metrics or one evaluation; left out were {reasons}.")
@@ -123,14 +123,20 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return record
 
 
-def _add_folder(folder: Path, inputs: Inputs) -> str:
-    if (folder / RECIPE).is_file():
-        return _add_run(folder, inputs)
-    seeds = sorted(path.parent for path in folder.glob(f"*/seed-*/{RECIPE}"))
-    if seeds or (folder / COMPARISON).is_file():
-        return _add_comparison(folder, seeds, inputs)
-    held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
-    raise ValueError(f"{_EXPECTED}; the folder {folder} is neither: it holds {held}.")
+def _add(path: Path, inputs: Inputs) -> str:
+    """Add what stands at a path; return what it is in words."""
+    if not path.is_dir():
+        if path.name in (RECIPE, COMPARISON):
+            raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
+        file = EvaluationFile(path, read_evaluation(path))
+        return f"evaluation, {file.kind}" if inputs.add(file) else "evaluation, given before"
+    if (path / RECIPE).is_file():
+        return _add_run(path, inputs)
+    seeds = sorted(found.parent for found in path.glob(f"*/seed-*/{RECIPE}"))
+    if seeds or (path / COMPARISON).is_file():
+        return _add_comparison(path, seeds, inputs)
+    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
+    raise ValueError(f"{_EXPECTED}; the folder {path} is neither: it holds {held}.")
 
 
 def _add_comparison(folder: Path, seeds: Sequence[Path], inputs: Inputs) -> str:
@@ -175,10 +181,3 @@ def _add_run(folder: Path, inputs: Inputs) -> str:
             inputs.leave_out(path, str(error))
     steps = f"not finished: {run.steps_done:,} of {recipe.get('steps') or 'an unknown number of'} steps"
     return f"run, {steps if results is None else 'finished'}, {shown} evaluations in its eval/"
-
-
-def _add_file(path: Path, inputs: Inputs) -> str:
-    if path.name in (RECIPE, COMPARISON):
-        raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
-    file = EvaluationFile(path, read_evaluation(path))
-    return f"evaluation, {file.kind}" if inputs.add(file) else "evaluation, given before"
