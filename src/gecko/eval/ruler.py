@@ -155,17 +155,17 @@ def drawn_depths(count: int, rng: random.Random) -> list[float]:
     return [round(100 * step / (_DEPTHS - 1)) / 100 for step in rng.sample(range(_DEPTHS), count)]
 
 
+@cache
+def _words() -> dict[str, list[str]]:
+    categories: dict[str, list[str]] = require("wonderwords", "eval").RandomWord()._categories
+    return categories
+
+
 _KINDS: dict[str, Callable[[random.Random], str]] = {
     "words": lambda rng: f"{rng.choice(_words()['adjectives'])}-{rng.choice(_words()['nouns'])}",
     "numbers": lambda rng: str(rng.randint(1_000_000, 9_999_999)),
     "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
 }
-
-
-@cache
-def _words() -> dict[str, list[str]]:
-    categories: dict[str, list[str]] = require("wonderwords", "eval").RandomWord()._categories
-    return categories
 
 
 def variables(fits: Callable[[str], bool]) -> Units:
