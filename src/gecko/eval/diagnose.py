@@ -109,8 +109,9 @@ def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, se
             whole.append([hit for every in hits.values() for hit in every])
             for distance, every in hits.items():
                 found.setdefault(distance, []).append(every)
-    scores = []
-    for distance, answers in {"any": whole, **{near: found[near] for near in sorted(found)}}.items():
+    scores: list[Score] = []
+    every_place: list[tuple[int | str, list[list[bool]]]] = [("any", whole), *sorted(found.items())]
+    for distance, answers in every_place:
         value, interval = share_by_row(answers)
         where = {"chunks before the question": distance}
         scores.append(Score("accuracy", value, sum(map(len, answers)), "answers", interval, where))

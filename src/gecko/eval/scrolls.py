@@ -265,9 +265,9 @@ def _score(task: str, answers: Sequence[str], references: Sequence[Sequence[str]
     if TASKS[task].metric == "f1":
         means = {"F1": f1_scores(answers, references)}
     else:
-        means = dict(zip(ROUGE, rouge_scores(answers, references), strict=True))
-        spread = bootstrap(list(means.values()), geometric_mean, "questions", seed)
-        mean = float(geometric_mean(*means.values()))
+        rouge = rouge_scores(answers, references)
+        means, mean = dict(zip(ROUGE, rouge, strict=True)), float(geometric_mean(*rouge))
+        spread = bootstrap(list(rouge), geometric_mean, "questions", seed)
         scores.append(Score("geometric mean of ROUGE-1, -2, -L", mean, n, "questions", spread, where))
     for name, values in means.items():
         spread = bootstrap_mean(values, "questions", seed)

@@ -154,7 +154,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for _, process in self._running.values():
             process.kill()
             process.wait()
