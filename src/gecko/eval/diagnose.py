@@ -110,10 +110,10 @@ def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, se
             for distance, every in hits.items():
                 found.setdefault(distance, []).append(every)
     scores: list[Score] = []
-    every_place: list[tuple[int | str, list[list[bool]]]] = [("any", whole), *sorted(found.items())]
-    for distance, answers in every_place:
+    places: list[tuple[int | str, list[list[bool]]]] = [("any", whole), *sorted(found.items())]
+    for place, answers in places:
         value, interval = share_by_row(answers)
-        where = {"chunks before the question": distance}
+        where = {"chunks before the question": place}
         scores.append(Score("accuracy", value, sum(map(len, answers)), "answers", interval, where))
     return scores
 
