@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from gecko.eval.results import Results
-from gecko.experiments.table import grouped
+from gecko.experiments.rows import grouped
 from gecko.train.throughput import describe_hardware
 
 FOLDER = Path(__file__).parent / "results" / "evidence"

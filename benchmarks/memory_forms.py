@@ -14,7 +14,7 @@ import numpy as np
 from diagnostics import beyond_window
 
 from gecko.eval.results import Values, bootstrap_mean
-from gecko.experiments.table import grouped
+from gecko.experiments.rows import grouped
 
 FOLDER = kept.FOLDER / "memory_forms"
 LENGTHS = "memory_forms/lengths"

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,8 +103,7 @@ SPLITS = {"train": "train", "val": "validation", "validation": "validation", "de
 SUFFIXES = (".arrow", ".jsonl")
 
 
-@dataclass(frozen=True)
-class AcademicTask:
+class AcademicTask(NamedTuple):
     """A task of Table 1, as the authors' evaluator scores it; plain accuracy is reported beside ``metric``.
 
     ``acc_norm`` divides the log-probability of a choice by its characters. ``acc_mutual_info`` subtracts its
@@ -156,7 +154,15 @@ def academic(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is None:
         specs = [{"task": name, "num_fewshot": TASKS[name].shots, **_metrics(name)} for name in tasks or TASKS]
-        notes, loaded = list[str](), _load_from_hub(specs, seed)
+        notes = list[str]()
+        try:
+            with cached_data_sets_without_network("eval"):
+                loaded = _load(specs, seed)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"the data of {', '.join(tasks or TASKS)} must be on this machine, or the hub must be reachable; got: "
+                f"{error}. With --data FOLDER, files such as piqa_val.arrow in a folder are used."
+            ) from error
     else:
         specs, notes = _from_files(data, tasks)
         loaded = _load(specs, seed)
@@ -164,8 +170,13 @@ def academic(
         _check_answers(name, task, limit)
     evaluator = require("lm_eval.evaluator", "eval")
     ran = evaluator.evaluate(HarnessModel(model), {"tasks": loaded}, limit=limit, bootstrap_iters=0)
-    scores = [score for name in ran["samples"] for score in _scores(name, ran["samples"][name], seed)]
-    scores += _all_subjects(ran["samples"])
+    scores, subjects = list[Score](), list[float]()
+    for name, items in ran["samples"].items():
+        for metric in sorted(items[0]["metrics"], key=lambda one: one != TASKS[_row(name)].metric):
+            scores.append(_score(name, metric, [float(item[metric]) for item in items], seed))
+        subjects += [float(item["acc"]) for item in items if name.startswith(SUBJECT)]
+    if subjects:  # MMLU over the items of all subjects
+        scores.append(_score("mmlu", "acc", subjects, 0))
     if limit is not None:
         notes.append(f"at most the first {limit} items of every task")
     settings = {"tasks": list(ran["samples"]), "data": None if data is None else data.name, "limit": limit}
@@ -173,19 +184,32 @@ def academic(
     return Results("academic", scores, settings | {"shots": shots}, seed, notes, {"versions": ran["versions"]})
 
 
+def _row(name: str) -> str:
+    """Return the task of the table that a task of the harness belongs to."""
+    return "mmlu" if name.startswith(SUBJECT) else name
+
+
 def _metrics(name: str) -> dict[str, Any]:
     """Return the harness's setting of a task's metrics. Answers in words have those of the harness."""
-    metric = TASKS["mmlu" if name.startswith(SUBJECT) else name].metric
+    metric = TASKS[_row(name)].metric
     chosen = [{"metric": one} for one in dict.fromkeys((metric, "acc"))]
     return {"metric_list": chosen} if metric.startswith("acc") and name != "mmlu" else {}
 
 
 def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the harness's tasks with splits from files, and notes."""
-    found = _local_splits(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"--data must be a folder of files such as piqa_val.arrow; there is no folder {folder}."
+        )
+    found: dict[str, dict[str, Path]] = {}  # files by task and split
     by_task: dict[str, list[str]] = {}
+    for path in sorted(folder.iterdir()):
+        name, _, split = path.stem.rpartition("_")
+        if path.suffix in SUFFIXES and split in SPLITS and (name in TASKS or name.startswith(SUBJECT)):
+            found.setdefault(name, {})[SPLITS[split]] = path
     for name in found:
-        by_task.setdefault("mmlu" if name.startswith(SUBJECT) else name, []).append(name)
+        by_task.setdefault(_row(name), []).append(name)
     missing = [task for task in TASKS if task not in by_task]
     asked_in_vain = [task for task in tasks if task in missing]
     if asked_in_vain:
@@ -196,29 +220,12 @@ def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]
     chosen = [task for task in TASKS if task in by_task and (not tasks or task in tasks)]
     if not chosen:
         raise FileNotFoundError(f"{folder} must hold files such as piqa_val.arrow; it holds none of the tasks.")
-    specs: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for task in chosen:
-        for name in by_task[task]:
-            specs.append(_local_task(name, TASKS[task].shots, found[name], notes))
+    notes = list[str]()
+    specs = [_local_task(name, TASKS[task].shots, found[name], notes) for task in chosen for name in by_task[task]]
     notes += [f"{task} skipped: {folder.name} has no file of it" for task in missing if not tasks]
     if "mmlu" in chosen:
         notes.append(f"mmlu is of {len(by_task['mmlu'])} subjects, those at hand")
     return specs, notes
-
-
-def _local_splits(folder: Path) -> dict[str, dict[str, Path]]:
-    """Return the files by task and split."""
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"--data must be a folder of files such as piqa_val.arrow; there is no folder {folder}."
-        )
-    found: dict[str, dict[str, Path]] = {}
-    for path in sorted(folder.iterdir()):
-        name, _, split = path.stem.rpartition("_")
-        if path.suffix in SUFFIXES and split in SPLITS and (name in TASKS or name.startswith(SUBJECT)):
-            found.setdefault(name, {})[SPLITS[split]] = path
-    return found
 
 
 def _local_task(name: str, shots: int, splits: Mapping[str, Path], notes: list[str]) -> dict[str, Any]:
@@ -289,32 +296,7 @@ def _requests(construct: Callable[..., list[Instance]], *arguments: Any, **optio
     return found
 
 
-def _load_from_hub(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
-    """Load tasks whose data sets are on the hub, or in the cache; FileNotFoundError says what to do without both."""
-    try:
-        with cached_data_sets_without_network("eval"):
-            return _load(specs, seed)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"the data of {', '.join(spec['task'] for spec in specs)} must be on this machine, or the hub must be "
-            f"reachable; got: {error}. With --data FOLDER, files such as piqa_val.arrow in a folder are used."
-        ) from error
-
-
-def _scores(name: str, samples: Sequence[Mapping[str, Any]], seed: int) -> list[Score]:
-    """Return the scores of all metrics of a task, the table's metric first."""
-    table = TASKS["mmlu" if name.startswith(SUBJECT) else name].metric
-    metrics = sorted(samples[0]["metrics"], key=lambda metric: metric != table)
-    return [_score(name, metric, [float(sample[metric]) for sample in samples], seed) for metric in metrics]
-
-
 def _score(name: str, metric: str, values: Sequence[float], seed: int) -> Score:
     yes_or_no = set(values) <= {0.0, 1.0}
     interval = wilson(int(sum(values)), len(values)) if yes_or_no else bootstrap_mean(np.array(values), "items", seed)
     return Score(metric, sum(values) / len(values), len(values), "items", interval, {"task": name})
-
-
-def _all_subjects(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Score]:
-    """Return the MMLU score over the items of all subjects."""
-    values = [float(item["acc"]) for name, items in samples.items() if name.startswith(SUBJECT) for item in items]
-    return [_score("mmlu", "acc", values, 0)] if values else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -73,9 +72,7 @@ class Diagnosis:
         return replace(self.size, length=self.size.length // share, items=max(1, self.size.items // share))
 
 
-def diagnose(
-    task: str, diagnosis: Diagnosis, device: torch.device, *, report: Report = quiet
-) -> Results:  # fmt: skip
+def diagnose(task: str, diagnosis: Diagnosis, device: torch.device, *, report: Report = quiet) -> Results:
     """Train a model on new rows in every step, and measure its accuracy on other rows by distance in chunks.
 
     Raises:
@@ -85,14 +82,15 @@ def diagnose(
     torch.manual_seed(diagnosis.seed)
     model = build_model(diagnosis.model).to(device)
     losses = _train(task, model, diagnosis, report)
+    names = ("steps", "batch_size", "learning_rate", "weight_decay", "warmup", "growth")
     settings = {
-        "task": task, "size": dict(vars(diagnosis.size)), "steps": diagnosis.steps,
-        "batch_size": diagnosis.batch_size, "learning_rate": diagnosis.learning_rate,
-        "weight_decay": diagnosis.weight_decay, "warmup": diagnosis.warmup, "growth": diagnosis.growth,
+        "task": task, "size": dict(vars(diagnosis.size)), **{name: getattr(diagnosis, name) for name in names},
         "guessing": guessing(task, diagnosis.size), "config": diagnosis.model.to_dict(),
     }  # fmt: skip
     scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
-    notes = [f"guessing gives {settings['guessing']:.4f}", *_diverged(losses)]
+    notes = [f"guessing gives {settings['guessing']:.4f}"]
+    if (first := next((point["step"] for point in losses if point["loss"] is None), None)) is not None:
+        notes.append(f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate")
     return Results("diagnose", scores, settings, diagnosis.seed, notes, {"training_losses": losses})
 
 
@@ -111,18 +109,16 @@ def evaluate_task(task: str, model: LanguageModel, size: TaskSize, rows: int, se
             whole.append([hit for every in hits.values() for hit in every])
             for distance, every in hits.items():
                 found.setdefault(distance, []).append(every)
-    return [_score(whole, "any"), *(_score(found[distance], distance) for distance in sorted(found))]
+    scores: list[Score] = []
+    places: list[tuple[int | str, list[list[bool]]]] = [("any", whole), *sorted(found.items())]
+    for place, answers in places:
+        value, interval = share_by_row(answers)
+        where = {"chunks before the question": place}
+        scores.append(Score("accuracy", value, sum(map(len, answers)), "answers", interval, where))
+    return scores
 
 
-def _score(rows: list[list[bool]], distance: int | str) -> Score:
-    value, interval = share_by_row(rows)
-    n = sum(map(len, rows))
-    return Score("accuracy", value, n, "answers", interval, {"chunks before the question": distance})
-
-
-def _train(
-    task: str, model: LanguageModel, diagnosis: Diagnosis, report: Report
-) -> list[dict[str, Any]]:  # fmt: skip
+def _train(task: str, model: LanguageModel, diagnosis: Diagnosis, report: Report) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=diagnosis.learning_rate, betas=(0.9, 0.95), weight_decay=diagnosis.weight_decay
     )
@@ -143,14 +139,6 @@ def _train(
             losses.append({"step": step + 1, "loss": value if math.isfinite(value) else None})
             report(f"step {step + 1}: loss {value:.4f}")
     return losses
-
-
-def _diverged(losses: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a note on the first loss that is not finite."""
-    first = next((point["step"] for point in losses if point["loss"] is None), None)
-    if first is None:
-        return []
-    return [f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate"]
 
 
 def _rate(step: int, diagnosis: Diagnosis) -> float:

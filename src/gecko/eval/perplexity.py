@@ -59,21 +59,36 @@ def perplexity(
         ValueError: a length does not divide the next one, or all texts are too short.
     """
     plan = _plan(model, texts, lengths)
-    total, scores, before = plan.total, [], None
-    for length in plan.lengths:
-        blocks = _block_losses(model, plan, length, report)
-        scores += _scores(length, blocks, total, seed)
-        if before is not None:
-            scores.append(_change(length, blocks - before, plan, seed))
-        before = blocks
+    total, scores, blocks = plan.total, list[Score](), list[Values]()
+    for number, length in enumerate(plan.lengths):
+        blocks.append(_block_losses(model, plan, length, report))
+        scores += _scores(length, blocks[-1], total, seed)
+        if number:  # paired by block; a negative change is better
+            change, name = blocks[-1] - blocks[-2], f"change from {plan.lengths[number - 1]:,}, nats"
+            spread = bootstrap_mean(change / plan.block, f"blocks of {plan.block:,} tokens", seed)
+            mean, where = float(change.sum()) / total.tokens, {"context": length}
+            scores.append(Score(name, mean, total.tokens, "tokens", spread, where))
     settings = {"lengths": list(plan.lengths), "texts": [text.name for text in plan.texts], "block": plan.block}
     return Results("perplexity", scores, settings, seed, plan.notes, {"bytes": total.bytes, "words": total.words})
 
 
 def _plan(model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int] | None) -> _SegmentPlan:
     tokens = [sum(map(len, text.tokens(model.tokenizer))) for text in texts]
-    chosen, notes = _fitting(tokens) if lengths is None else (_checked(lengths), [])
-    largest, kept, sizes = chosen[-1], [], []
+    shortest, longest, kept, sizes, notes = min(tokens), max(tokens), [], [], []
+    if lengths is None:
+        chosen = tuple(length for length in LENGTHS if length <= shortest)
+        if not chosen:
+            raise ValueError(f"texts must have at least {LENGTHS[0]:,} tokens; the shortest has {shortest:,}.")
+        for length in LENGTHS[len(chosen) :]:
+            notes.append(f"context {length:,} skipped: the shortest text has {shortest:,} tokens")
+    else:
+        chosen = tuple(sorted(set(lengths)))
+        if not chosen or chosen[0] < 1 or any(b % a for a, b in pairwise(chosen)):
+            raise ValueError(
+                f"context lengths must be at least 1 and each a divisor of the next, so that segments of all hold the "
+                f"same tokens; got {list(lengths)}. Try powers of two."
+            )
+    largest = chosen[-1]
     for text, count in zip(texts, tokens, strict=True):
         scored = count // largest * largest
         if not scored:
@@ -88,31 +103,9 @@ def _plan(model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int]
     if not kept:
         raise ValueError(
             f"a text must be at least as long as the largest context, {largest:,} tokens; the longest has "
-            f"{max(tokens):,}. Ask for shorter contexts (--lengths), or join the files to one text (--joined)."
+            f"{longest:,}. Ask for shorter contexts (--lengths), or join the files to one text (--joined)."
         )
-    block = _block(chosen, sum(size.tokens for size in sizes))
-    return _SegmentPlan(chosen, block, kept, sizes, notes)
-
-
-def _fitting(tokens: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
-    shortest = min(tokens)
-    fits = tuple(length for length in LENGTHS if length <= shortest)
-    if not fits:
-        raise ValueError(f"texts must have at least {LENGTHS[0]:,} tokens; the shortest has {shortest:,}.")
-    notes = [
-        f"context {length:,} skipped: the shortest text has {shortest:,} tokens" for length in LENGTHS[len(fits) :]
-    ]
-    return fits, notes
-
-
-def _checked(lengths: Sequence[int]) -> tuple[int, ...]:
-    ordered = tuple(sorted(set(lengths)))
-    if not ordered or ordered[0] < 1 or any(b % a for a, b in pairwise(ordered)):
-        raise ValueError(
-            f"context lengths must be at least 1 and each a divisor of the next, so that segments of all hold the "
-            f"same tokens; got {list(lengths)}. Try powers of two."
-        )
-    return ordered
+    return _SegmentPlan(chosen, _block(chosen, sum(size.tokens for size in sizes)), kept, sizes, notes)
 
 
 def _block(lengths: tuple[int, ...], total: int) -> int:
@@ -163,15 +156,6 @@ def _scores(length: int, blocks: Values, size: TextSize, seed: int) -> list[Scor
         Score(name, of_block(mean), size.tokens, "tokens", spread and spread.map(of_block), {"context": length})
         for name, of_block in measures.items()
     ]
-
-
-def _change(length: int, difference: Values, plan: _SegmentPlan, seed: int) -> Score:
-    """Return the change of the loss from the next shorter context, paired by block; negative is better."""
-    tokens = plan.total.tokens
-    spread = bootstrap_mean(difference / plan.block, f"blocks of {plan.block:,} tokens", seed)
-    before = plan.lengths[plan.lengths.index(length) - 1]
-    name = f"change from {before:,}, nats"
-    return Score(name, float(difference.sum()) / tokens, tokens, "tokens", spread, {"context": length})
 
 
 @dataclass(frozen=True)
@@ -258,7 +242,15 @@ def positions(
         cursor = Cursor(text.tokens(model.tokenizer))
         for number in range(held if segments is None else min(held, segments - by_position.n)):
             report(f"{text.name}, segment {number + 1} of {held}")
-            _add_segment(Cursor(segment_losses(model, cursor, grid.length)), grid, by_position, in_chunk, border)
+            losses, means = Cursor(segment_losses(model, cursor, grid.length)), []
+            for place in range(grid.length // grid.chunk):
+                chunk = torch.cat(list(losses.take(grid.chunk))).double().numpy()
+                means.append(chunk.reshape(-1, grid.bin).mean(1))
+                if place:
+                    after, rest = chunk[: grid.first].mean(), chunk[grid.first :].mean()
+                    in_chunk.add(means[-1])
+                    border.add(np.array([after, rest, after - rest]))
+            by_position.add(np.concatenate(means))
     if not by_position.n:
         raise ValueError(
             f"a text must be at least as long as a segment, {grid.length:,} tokens; none of {len(texts)} is. "
@@ -269,19 +261,6 @@ def positions(
     details = {"by_position": _curve(by_position, grid.bin), "in_chunk": _curve(in_chunk, grid.bin)}
     settings = vars(grid) | {"segments": by_position.n, "texts": [text.name for text in texts]}
     return Results("positions", _position_scores(border, grid), settings, 0, notes, details)
-
-
-def _add_segment(losses: Cursor, grid: PositionGrid, by_position: Moments, in_chunk: Moments, border: Moments) -> None:
-    means = []
-    for number in range(grid.length // grid.chunk):
-        chunk = torch.cat(list(losses.take(grid.chunk))).double().numpy()
-        bins = chunk.reshape(-1, grid.bin).mean(1)
-        means.append(bins)
-        if number:
-            after, rest = chunk[: grid.first].mean(), chunk[grid.first :].mean()
-            in_chunk.add(bins)
-            border.add(np.array([after, rest, after - rest]))
-    by_position.add(np.concatenate(means))
 
 
 def _curve(samples: Moments, width: int) -> list[dict[str, float | int | None]]:

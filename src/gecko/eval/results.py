@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
 
-from gecko.io.files import whole_file
+from gecko.io.files import write_text
 from gecko.runtime.process import code_version, require
 
 Values = NDArray[np.float64]
@@ -49,16 +49,12 @@ def wilson(successes: int, trials: int) -> Interval:
 def bootstrap(
     samples: Sequence[Values], statistic: Callable[..., Values], unit: str, seed: int
 ) -> Interval | None:  # fmt: skip
-    """Return the percentile bootstrap interval over resamples of units, drawn with replacement.
+    """Return the percentile bootstrap interval over resamples of units; None for fewer than two.
 
     Args:
         samples: arrays of one value per unit, all (n,). The values of a unit are drawn together.
         statistic: function of the resampled ``samples``, each (…, n) with the units along ``axis`` −1; returns (…).
         unit: name of the units, in the plural.
-        seed: seed of the resamples.
-
-    Returns:
-        None for fewer than two units, whose variance is unknown.
     """
     if len(samples[0]) < 2:
         return None
@@ -190,8 +186,7 @@ class Results:
             "command": command, "seed": self.seed, "hardware": dict(hardware), "settings": dict(self.settings),
             "scores": [asdict(score) for score in self.scores], "notes": self.notes, "details": dict(self.details),
         }  # fmt: skip
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
     def table(self, title: str) -> Table:
         """Return a table with one row per score."""
@@ -202,24 +197,19 @@ class Results:
         for name in ("value", "95 % interval", "n"):
             table.add_column(name, justify="right", no_wrap=True)
         for score in self.scores:
-            cells = [_place(score.where.get(name, "")) for name in places]
-            table.add_row(*cells, score.name, readable(score.value), _interval(score), f"{score.n:,} {score.unit}")
+            cells = [score.where.get(name, "") for name in places]
+            found = score.interval
+            table.add_row(
+                *(f"{cell:g}" if isinstance(cell, float) else readable(cell) for cell in cells), score.name,
+                readable(score.value), "none" if found is None else f"{readable(found.low)} .. {readable(found.high)}",
+                f"{score.n:,} {score.unit}",
+            )  # fmt: skip
         return table
 
     def methods(self) -> str:
         """Return the names of the intervals' methods."""
         found = dict.fromkeys(score.interval.method for score in self.scores if score.interval is not None)
         return "; ".join(found)
-
-
-def _interval(score: Score) -> str:
-    if score.interval is None:
-        return "none"
-    return f"{readable(score.interval.low)} .. {readable(score.interval.high)}"
-
-
-def _place(value: str | int | float) -> str:
-    return f"{value:g}" if isinstance(value, float) else readable(value)
 
 
 def readable(value: str | int | float) -> str:

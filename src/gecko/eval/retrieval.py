@@ -69,9 +69,10 @@ class Haystack:
             low, high = high, 2 * high
         if most is not None and high > most:
             if self.fits(most):
+                units = "documents" if self.task in READERS else "words"
                 raise ValueError(
-                    f"{self.task} must fill {self.length:,} tokens; its {most:,} {_UNITS.get(self.task, 'words')} do "
-                    "not. Give more of them, if they are yours, or ask for shorter lengths."
+                    f"{self.task} must fill {self.length:,} tokens; its {most:,} {units} do not. Give more of them, if "
+                    "they are yours, or ask for shorter lengths."
                 )
             high = most
         while high - low > 1:
@@ -106,7 +107,6 @@ class Haystack:
         )
 
 
-_UNITS = {"qa_1": "documents", "qa_2": "documents"}
 _FORMS = {"qa_1": "SQuAD's", "qa_2": "HotpotQA's"}
 
 
@@ -130,29 +130,22 @@ def units_by_length(task: str, tokenizer: Tokenizer, texts: Sequence[Text] = ())
         if task in READERS and not texts:
             needs = f"needs a file of questions in {_FORMS[task]} form"
         raise ValueError(f"{task} {needs}; got {len(texts)} texts.")
-    if task == "cwe":
-        return lambda length: _common_words(tokenizer, length)
+    if task == "cwe":  # RULER's short lists below 4,096 tokens. Bytes need them further: a word has more of them
+        short, long = common_words(short=True), common_words(short=False)
+        return lambda length: (
+            long if length >= 4096 and Haystack(task, tokenizer, length, long).fits(long.least) else short
+        )
     if task == "fwe":
         return lambda length: frequent_words(length - NEW_TOKENS[task])
-    units = _units(task, tokenizer, texts)
-    return lambda _: units
-
-
-def _common_words(tokenizer: Tokenizer, length: int) -> Units:
-    """Return RULER's short lists below 4,096 tokens. Bytes need them further, since a word has more of them."""
-    hay = Haystack("cwe", tokenizer, length, common_words(short=False))
-    return common_words(short=True) if length < 4096 or not hay.fits(hay.units.least) else hay.units
-
-
-def _units(task: str, tokenizer: Tokenizer, texts: Sequence[Text]) -> Units:
     if task in READERS:
-        return _questions(task, texts)
-    if task == "passkey":
-        return Units(_passkey)
-    if task == "vt":
-        return variables(lambda prompt: len(tokenizer.encode(prompt)) <= _EXAMPLE)
-    whole = re.sub(r"\s+", " ", " ".join(text.whole() for text in texts)).strip()
-    return NEEDLES[task].units(whole.split(" "))
+        units = _questions(task, texts)
+    elif task == "passkey":
+        units = Units(_passkey)
+    elif task == "vt":
+        units = variables(lambda prompt: len(tokenizer.encode(prompt)) <= _EXAMPLE)
+    else:
+        units = NEEDLES[task].units(" ".join(text.whole() for text in texts).split())
+    return lambda _: units
 
 
 def _questions(task: str, texts: Sequence[Text]) -> Units:
@@ -218,22 +211,24 @@ def retrieval(
     if grid.depths is not None and task not in WITH_DEPTH:
         raise ValueError(f"{task} hides more than one needle, so its places are drawn; got depths. Leave them out.")
     units_of = units_by_length(task, model.tokenizer, texts)
-    scores, notes, answers = [], [], []
+    scores, notes, answers = list[Score](), list[str](), list[dict[str, Any]]()
     for length in grid.lengths:
         hay = Haystack(task, model.tokenizer, length, units_of(length))
         units = hay.fit()
         for depth in [None] if grid.depths is None else grid.depths:
             report(f"length {length:,}, depth {RANDOM if depth is None else depth}")
-            found = [
-                _ask(model, hay, hay.sample(units, depth, f"{seed} {length} {depth} {i}", i))
-                for i in range(grid.samples)
-            ]
+            found = []
+            for number in range(grid.samples):
+                sample = hay.sample(units, depth, f"{seed} {length} {depth} {number}", number)
+                tokens = document_ids(model.tokenizer, sample.prompt)
+                found.append((sample, model.write(model.read(tokens), TASKS[task]), len(tokens)))
             where = {"task": task, "length": length, "depth": RANDOM if depth is None else depth}
             scores += _scores(found, where, seed)
-            notes += _empty(found, where)
+            if empty := sum(not got.strip() for _, got, _ in found):
+                place = f"length {length:,}, depth {where['depth']}"
+                notes.append(f"{place}: {empty} of {len(found)} answers are empty, and count as wrong")
             answers += [
-                where | {"expected": list(sample.answers), "tokens": tokens, "got": got}
-                for sample, got, tokens in found
+                where | {"expected": list(sample.answers), "tokens": count, "got": got} for sample, got, count in found
             ]
     settings = {
         "task": task, "texts": [text.name for text in texts], "lengths": list(grid.lengths),
@@ -245,11 +240,6 @@ def retrieval(
 
 Answered = tuple[Sample, str, int]
 """A sample, the model's text, and the number of prompt tokens."""
-
-
-def _ask(model: ScoredModel[Any], hay: Haystack, sample: Sample) -> Answered:
-    tokens = document_ids(model.tokenizer, sample.prompt)
-    return sample, model.write(model.read(tokens), TASKS[hay.task]), len(tokens)
 
 
 def _scores(found: Sequence[Answered], where: dict[str, Any], seed: int) -> list[Score]:
@@ -264,12 +254,6 @@ def _scores(found: Sequence[Answered], where: dict[str, Any], seed: int) -> list
         rules["first number"] = [first_number(got) == int(sample.answers[0]) for sample, got, _ in found]
     shares = {name: share(hits) for name, hits in rules.items()}
     return [Score(name, value, len(found), "samples", interval, where) for name, (value, interval) in shares.items()]
-
-
-def _empty(found: Sequence[Answered], where: dict[str, Any]) -> list[str]:
-    empty = sum(not got.strip() for _, got, _ in found)
-    place = f"length {where['length']:,}, depth {where['depth']}"
-    return [f"{place}: {empty} of {len(found)} answers are empty, and count as wrong"] if empty else []
 
 
 def matched(prediction: str, sample: Sample) -> float:

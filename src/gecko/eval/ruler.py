@@ -12,7 +12,7 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -78,14 +78,11 @@ class Draw:
     """Number of the sample, which chooses its question."""
 
 
-Build = Callable[[Draw], Sample]
-
-
 @dataclass(frozen=True)
 class Units:
     """Samples of a task by size: the longest prompt has the most units (lines, words or documents) that fit."""
 
-    build: Build
+    build: Callable[[Draw], Sample]
     least: int = 1
     most: int | None = None
     """None: unlimited."""
@@ -128,20 +125,20 @@ class Needles:
         return Sample((ONE_ASKED if one else SEVERAL_ASKED).format(kind=kind, context=context, query=query), answers)
 
     def _context(self, needles: list[str], words: Sequence[str], draw: Draw) -> str:
+        rng = draw.rng
         if self.among == "texts":
             units, separator = re.split(r"(?<=[.!?]) ", " ".join(words)), " "
-            shares = drawn_depths(len(needles), draw.rng) if draw.depth is None else [draw.depth]
+            shares = drawn_depths(len(needles), rng) if draw.depth is None else [draw.depth]
             places = [int(len(units) * share) for share in sorted(shares)]
         else:
-            units, separator = [self._unit(draw.rng) for _ in range(draw.units)], "\n"
-            drawn = draw.rng.sample(range(draw.units), len(needles))
+            units, separator = [NOISE] * draw.units, "\n"
+            if self.among == "needles":
+                units = [self._needle(self._key(rng), self._value(rng)) for _ in range(draw.units)]
+            drawn = rng.sample(range(draw.units), len(needles))
             places = sorted(drawn) if draw.depth is None else [round(draw.units * draw.depth)]
         for place, needle in reversed(list(zip(places, needles, strict=True))):
             units.insert(place, needle)
         return separator.join(units)
-
-    def _unit(self, rng: random.Random) -> str:
-        return NOISE if self.among == "noise" else self._needle(self._key(rng), self._value(rng))
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
@@ -158,23 +155,17 @@ def drawn_depths(count: int, rng: random.Random) -> list[float]:
     return [round(100 * step / (_DEPTHS - 1)) / 100 for step in rng.sample(range(_DEPTHS), count)]
 
 
-def _word(rng: random.Random) -> str:
-    """Return a random adjective and a random noun, joined by a hyphen."""
-    words = _words()
-    return f"{rng.choice(words['adjectives'])}-{rng.choice(words['nouns'])}"
-
-
-_KINDS: dict[str, Callable[[random.Random], str]] = {
-    "words": _word,
-    "numbers": lambda rng: str(rng.randint(1_000_000, 9_999_999)),
-    "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
-}
-
-
 @cache
 def _words() -> dict[str, list[str]]:
     categories: dict[str, list[str]] = require("wonderwords", "eval").RandomWord()._categories
     return categories
+
+
+_KINDS: dict[str, Callable[[random.Random], str]] = {
+    "words": lambda rng: f"{rng.choice(_words()['adjectives'])}-{rng.choice(_words()['nouns'])}",
+    "numbers": lambda rng: str(rng.randint(1_000_000, 9_999_999)),
+    "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+}
 
 
 def variables(fits: Callable[[str], bool]) -> Units:
@@ -278,16 +269,14 @@ def read_squad(found: Any) -> tuple[list[Asked], list[str]]:
     documents = sorted({context for article in articles for context, _ in article})
     numbers = {document: number for number, document in enumerate(documents)}
 
-    def asked() -> Iterator[Asked]:
-        for article in articles:
-            for context, every in article:
-                others = dict.fromkeys(numbers[other] for other, _ in article if other != context)
-                for one in every:
-                    if not one.get("is_impossible", False):
-                        answers = tuple(_text(answer["text"]) for answer in one["answers"])
-                        yield Asked(_text(one["question"]), answers, (numbers[context],), tuple(others))
-
-    return [one for one in asked() if one.answers], documents
+    asked = []
+    for article in articles:
+        for context, every in article:
+            others = tuple(dict.fromkeys(numbers[other] for other, _ in article if other != context))
+            for one in (one for one in every if not one.get("is_impossible", False)):
+                answers = tuple(_text(answer["text"]) for answer in one["answers"])
+                asked.append(Asked(_text(one["question"]), answers, (numbers[context],), others))
+    return [one for one in asked if one.answers], documents
 
 
 def read_hotpotqa(found: Any) -> tuple[list[Asked], list[str]]:
@@ -296,10 +285,8 @@ def read_hotpotqa(found: Any) -> tuple[list[Asked], list[str]]:
     documents = sorted({document for every in shown for document in every})
     numbers = {document: number for number, document in enumerate(documents)}
     needed = (tuple(dict.fromkeys(numbers[document] for document in every)) for every in shown)
-    asked = [
-        Asked(_text(one["question"]), (_text(one["answer"]),), its) for one, its in zip(found, needed, strict=True)
-    ]
-    return asked, documents
+    pairs = zip(found, needed, strict=True)
+    return [Asked(_text(one["question"]), (_text(one["answer"]),), its) for one, its in pairs], documents
 
 
 def _text(value: object) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,7 +32,6 @@ from gecko.io.model_folder import fingerprint
 from gecko.models import LanguageModel, Llama
 from gecko.models.gecko import Gecko
 from gecko.ops.loss import IGNORED
-from gecko.state import GeckoState
 
 CHUNKS_A_CALL, FIRST_RENEWAL = 2, 8
 KEPT = FIRST_RENEWAL - CHUNKS_A_CALL
@@ -40,36 +39,24 @@ KEPT = FIRST_RENEWAL - CHUNKS_A_CALL
 
 def renewed_losses(model: Gecko, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the losses in nats of all tokens of a text except the first, with renewed norms, on the CPU."""
-    chunk, device = model.config.chunk_size, model.embedding.weight.device
-    state, recent, read = None, torch.empty(0, dtype=torch.int64, device="cpu"), 0
-    for part, follows in _with_successor(pieces(model.config, tokens, piece=CHUNKS_A_CALL * chunk)):
-        targets = torch.cat([part[1:], follows])
+    chunk, device, none = model.config.chunk_size, model.embedding.weight.device, _no_tokens()
+    state, recent, read = None, none, 0
+    for part, after in pairwise(chain(pieces(model.config, tokens, piece=CHUNKS_A_CALL * chunk), [none])):
+        targets, follows = torch.cat([part[1:], after[:1]]), len(after) > 0
         padded = F.pad(targets, (0, len(part) - len(targets)), value=IGNORED)
         with inference(model):
             losses, state = model.token_losses(part[None].to(device), padded[None].to(device), state=state)
             recent, read = torch.cat([recent, part])[-KEPT * chunk :], read + len(part)
-            if read >= FIRST_RENEWAL * chunk and len(follows):
+            if read >= FIRST_RENEWAL * chunk and follows:
                 _, renewed = model.hidden(recent[None].to(device))
-                state = _with_norms(state, renewed)
+                both = zip(state.mixers, renewed.mixers, strict=True)
+                mixers = tuple(dataclasses.replace(mixer, norm=other.norm) for mixer, other in both)
+                state = dataclasses.replace(state, mixers=mixers, final_norm=renewed.final_norm)
         yield losses[0, : len(targets)].cpu()
 
 
-def _with_norms(state: GeckoState, norms: GeckoState) -> GeckoState:
-    mixers = tuple(
-        dataclasses.replace(mixer, norm=other.norm) for mixer, other in zip(state.mixers, norms.mixers, strict=True)
-    )
-    return dataclasses.replace(state, mixers=mixers, final_norm=norms.final_norm)
-
-
-def _with_successor(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part with the first token of the next part, (1,), or an empty tensor after the last part."""
-    held: Tensor | None = None
-    for part in parts:
-        if held is not None:
-            yield held, part[:1]
-        held = part
-    if held is not None:
-        yield held, held[:0]
+def _no_tokens() -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 C = TypeVar("C")
@@ -115,15 +102,17 @@ class ScoredModel(Protocol[C]):
 
 
 class GeckoModel:
-    """``ScoredModel`` of a Gecko or Megalodon.
+    """``ScoredModel`` of a Gecko or Megalodon, called ``name`` in results.
 
     Args:
-        name: name of the model in results.
         renew_norms: compute ``losses`` as Megalodon's released evaluator does; see the module's docstring.
 
     Raises:
         ValueError: the tokenizer has more ids than the model, or ``renew_norms`` is set for a norm with decay.
     """
+
+    notes: Sequence[str] = ()
+    """Notes on the scores: none, because texts of any length are read."""
 
     def __init__(self, model: Gecko, tokenizer: Tokenizer, name: str, *, renew_norms: bool = False) -> None:
         check_vocabulary(tokenizer, model.config.vocab_size)
@@ -136,11 +125,6 @@ class GeckoModel:
         self._renew_norms = renew_norms
 
     @property
-    def notes(self) -> list[str]:
-        """Notes on the scores: none, because texts of any length are read."""
-        return []
-
-    @property
     def chunk_size(self) -> int | None:
         return None if self.model.config.attention == "sliding_window" else self.model.config.chunk_size
 
@@ -149,22 +133,14 @@ class GeckoModel:
 
     def losses(self, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
         if self._renew_norms:
-            yield from renewed_losses(self.model, tokens)
-            return
-        for scored in score(self.model, tokens):
-            yield scored.losses.cpu()
+            return renewed_losses(self.model, tokens)
+        return (scored.losses.cpu() for scored in score(self.model, tokens))
 
     def read(self, tokens: Tensor, after: Prefill | None = None) -> Prefill:
         return read(self.model, [tokens], None if after is None else after.state)
 
     def predict(self, after: Prefill, tokens: Tensor) -> Predicted:
-        tokens = tokens.to(after.logits.device)
-        with inference(self.model):
-            logits = after.logits.unsqueeze(0)
-            if len(tokens) > 1:
-                later, _ = self.model(tokens[None, :-1], state=after.state)
-                logits = torch.cat([logits, later[0]])
-            return _predicted(logits, tokens)
+        return _predicted(self.model, after, tokens, lambda later: self.model(later, state=after.state)[0][0])
 
     def stream(self, after: Prefill, max_new_tokens: int, stop_tokens: Collection[int] = ()) -> TokenStream:
         """Return the stream of the greedy continuation, which ends before a stop token."""
@@ -178,11 +154,18 @@ class GeckoModel:
         return "".join(TextStream(stream, self.tokenizer, stops))
 
 
-def _predicted(logits: Tensor, tokens: Tensor) -> Predicted:
-    """Score (n,) tokens with (n, V) logits, in float32 at least."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(wide, tokens, reduction="none")
-    return Predicted(losses.cpu(), (wide.argmax(-1) == tokens).cpu())
+def _predicted(
+    model: LanguageModel, after: Prefill | LlamaPrefill, tokens: Tensor, read: Callable[[Tensor], Tensor]
+) -> Predicted:
+    """Score (n,) tokens after a context, in float32 at least; ``read`` returns logits (n − 1, V) of (1, n − 1)."""
+    tokens = tokens.to(after.logits.device)
+    with inference(model):
+        logits = after.logits.unsqueeze(0)
+        if len(tokens) > 1:
+            logits = torch.cat([logits, read(tokens[None, :-1])])
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(wide, tokens, reduction="none")
+        return Predicted(losses.cpu(), (wide.argmax(-1) == tokens).cpu())
 
 
 def describe_model(model: LanguageModel, tokenizer: Tokenizer, name: str) -> dict[str, Any]:
@@ -203,7 +186,6 @@ class LlamaModel:
     """``ScoredModel`` of a Llama. It keeps keys and values of all tokens, so memory grows with the text.
 
     Args:
-        name: name of the model in results.
         trained_length: sequence length in training; None if unknown.
 
     Raises:
@@ -237,23 +219,18 @@ class LlamaModel:
         read = 0
         for losses in score_llama(self.model, tokens):
             read += len(losses)  # the last token is a target only
-            self._update_longest(read)
+            self._longest = max(self._longest, read)
             yield losses.cpu()
 
     def read(self, tokens: Tensor, after: LlamaPrefill | None = None) -> LlamaPrefill:
         reading = prefill_llama(self.model, [tokens], after)
-        self._update_longest(reading.cache.length)
+        self._longest = max(self._longest, reading.cache.length)
         return reading
 
     def predict(self, after: LlamaPrefill, tokens: Tensor) -> Predicted:
-        tokens = tokens.to(after.logits.device)
-        self._update_longest(after.cache.length + len(tokens) - 1)
-        with inference(self.model):
-            logits = after.logits.unsqueeze(0)
-            if len(tokens) > 1:
-                hidden, _ = self.model.read(tokens[None, :-1], after.cache)
-                logits = torch.cat([logits, self.model.lm_head(hidden[0])])
-            return _predicted(logits, tokens)
+        self._longest = max(self._longest, after.cache.length + len(tokens) - 1)
+        model = self.model
+        return _predicted(model, after, tokens, lambda later: model.lm_head(model.read(later, after.cache)[0][0]))
 
     def stream(self, after: LlamaPrefill, max_new_tokens: int, stop_tokens: Collection[int] = ()) -> LlamaStream:
         """Return the stream of the greedy continuation, which ends before a stop token."""
@@ -262,14 +239,10 @@ class LlamaModel:
         )
 
     def write(self, after: LlamaPrefill, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
-        stream = self.stream(after, max_new_tokens, {self.tokenizer.document_end})
-        text = TextStream(stream, self.tokenizer, stops)
+        text = TextStream(self.stream(after, max_new_tokens, {self.tokenizer.document_end}), self.tokenizer, stops)
         written = "".join(text)
-        self._update_longest(after.cache.length + text.num_tokens)
+        self._longest = max(self._longest, after.cache.length + text.num_tokens)
         return written
-
-    def _update_longest(self, length: int) -> None:
-        self._longest = max(self._longest, length)
 
 
 _CONTEXT_IDS = 8
@@ -331,7 +304,7 @@ class Cursor:
 
     def __init__(self, parts: Iterator[Tensor]) -> None:
         self._parts = parts
-        self._held = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._held = _no_tokens()
 
     def take(self, count: int) -> Iterator[Tensor]:
         """Yield the next ``count`` elements, or those that are left. Iterate to the end before the next call."""
@@ -358,12 +331,15 @@ class TextSize:
 
 def measure(tokenizer: Tokenizer, parts: Iterator[Tensor]) -> TextSize:
     """Return the size of a text that is given in pieces."""
-    size, inside, context = TextSize(), False, torch.empty(0, dtype=torch.int64, device="cpu")
-    sizes = token_bytes(tokenizer)
+    size, inside, context, sizes = TextSize(), False, _no_tokens(), token_bytes(tokenizer)
     for part in parts:
         size.bytes += sizes.of_text(part.numpy(), begins=not size.tokens)
         size.tokens += len(part)
-        content = _content(tokenizer, context, part)
+        if isinstance(tokenizer, ByteTokenizer):
+            content = bytes(part.tolist())
+        else:
+            before = tokenizer.decode(context.tolist())
+            content = tokenizer.decode([*context.tolist(), *part.tolist()])[len(before) :].encode()
         context = torch.cat([context, part])[-_CONTEXT_IDS:]
         if not content:
             continue
@@ -371,10 +347,3 @@ def measure(tokenizer: Tokenizer, parts: Iterator[Tensor]) -> TextSize:
         size.words += words - (1 if inside and not content[:1].isspace() else 0)
         inside = not content[-1:].isspace()
     return size
-
-
-def _content(tokenizer: Tokenizer, context: Tensor, part: Tensor) -> bytes:
-    if isinstance(tokenizer, ByteTokenizer):
-        return bytes(part.tolist())
-    before = tokenizer.decode(context.tolist())
-    return tokenizer.decode([*context.tolist(), *part.tolist()])[len(before) :].encode()

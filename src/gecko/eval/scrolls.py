@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,7 +72,8 @@ def load_questions(source: str, task: str, split: str) -> QuestionSet:
         questions = _of_records((f"{source}, row {row},", dict(record)) for row, record in enumerate(rows))
     if not questions:
         raise ValueError(f"{source} must hold at least one question with an answer; it holds none.")
-    return QuestionSet(name, sorted(questions, key=_order_of_documents(questions)))
+    first = {question.document: place for place, question in reversed(list(enumerate(questions)))}
+    return QuestionSet(name, sorted(questions, key=lambda question: first[question.document]))
 
 
 def _from_hub(name: str, task: str, split: str) -> Any:
@@ -91,8 +92,7 @@ def _of_records(records: Iterator[tuple[str, dict[str, Any]]]) -> list[Question]
     several: dict[str, Question] = {}
     for where, record in records:
         if "meeting_transcripts" in record:
-            for number, question in enumerate(_read_meeting(where, record)):
-                several[f"{where} {number}"] = question
+            several |= {f"{where} {number}": one for number, one in enumerate(_of_meeting(where, record))}
             continue
         missing = [name for name in ("id", "input", "output") if not isinstance(record.get(name), str)]
         if missing:
@@ -110,26 +110,16 @@ def _of_records(records: Iterator[tuple[str, dict[str, Any]]]) -> list[Question]
     return list(several.values())
 
 
-def _read_meeting(where: str, record: Mapping[str, Any]) -> list[Question]:
+def _of_meeting(where: str, record: Mapping[str, Any]) -> list[Question]:
+    """Return the general and the specific queries of a meeting, each with the whole transcript as its document."""
     try:
-        return list(_of_meeting(record))
+        document = "\n".join(f"{turn['speaker']}: {turn['content']}" for turn in record["meeting_transcripts"])
+        queries = *record.get("general_query_list", []), *record.get("specific_query_list", [])
+        return [Question(document, item["query"].strip(), (item["answer"].strip(),)) for item in queries]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{where} must be a meeting of QMSum; a field is missing or of another type: {error}."
         ) from error
-
-
-def _of_meeting(record: Mapping[str, Any]) -> Iterator[Question]:
-    """Yield the general and the specific queries of a meeting, each with the whole transcript as its document."""
-    lines = (f"{turn['speaker']}: {turn['content']}" for turn in record["meeting_transcripts"])
-    document = "\n".join(lines)
-    for item in (*record.get("general_query_list", []), *record.get("specific_query_list", [])):
-        yield Question(document, item["query"].strip(), (item["answer"].strip(),))
-
-
-def _order_of_documents(questions: list[Question]) -> Any:
-    first = {question.document: place for place, question in reversed(list(enumerate(questions)))}
-    return lambda question: first[question.document]
 
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -144,8 +134,17 @@ def f1_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -
         ValueError: an item has no reference.
     """
     _check(predictions, references)
+
+    def words(text: str) -> list[str]:
+        text = "".join(character for character in text.lower() if character not in string.punctuation)
+        return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+    def f1(got: list[str], wanted: list[str]) -> float:
+        common = sum((Counter(got) & Counter(wanted)).values())
+        return 2 * common / (len(got) + len(wanted)) if common else 0.0
+
     pairs = zip(predictions, references, strict=True)
-    return np.array([100 * max(_f1(prediction, one) for one in several) for prediction, several in pairs])
+    return np.array([100 * max(f1(words(prediction), words(one)) for one in several) for prediction, several in pairs])
 
 
 def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Values:
@@ -168,17 +167,6 @@ def geometric_mean(rouge1: Values, rouge2: Values, rouge_l: Values, axis: int = 
     return np.cbrt(rouge1.mean(axis) * rouge2.mean(axis) * rouge_l.mean(axis))
 
 
-def _f1(prediction: str, reference: str) -> float:
-    got, wanted = _words(prediction), _words(reference)
-    common = sum((Counter(got) & Counter(wanted)).values())
-    return 2 * common / (len(got) + len(wanted)) if common else 0.0
-
-
-def _words(text: str) -> list[str]:
-    text = "".join(character for character in text.lower() if character not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
-
-
 def _check(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
     if len(predictions) != len(references):
         raise ValueError(f"every prediction needs its references; got {len(predictions)} and {len(references)}.")
@@ -191,8 +179,7 @@ BETWEEN = "\n\n"
 """Separator after a shot. An answer ends at the first line break."""
 
 
-@dataclass(frozen=True)
-class ScrollsTask:
+class ScrollsTask(NamedTuple):
     """Number of shots, metric and answer length of a task in the paper."""
 
     shots: int
@@ -208,7 +195,6 @@ TASKS: Mapping[str, ScrollsTask] = {
 
 
 def check_task(task: str) -> None:
-    """Raise ValueError if the task is unknown."""
     if task not in TASKS:
         raise ValueError(unknown_name("task", task, TASKS))
 
@@ -238,7 +224,10 @@ def scrolls(
     for number, (document, group) in enumerate(groupby(asked, lambda question: question.document)):
         report(f"{len(answers)} of {len(asked)} questions")
         before = _shots(pool, document, settings.shots, random.Random(f"{seed} {number}"))
-        answers += list(_answers(model, before + document, list(group), length))
+        context = model.read(document_ids(model.tokenizer, before + document))
+        for question in group:
+            end = torch.from_numpy(model.tokenizer.encode(prompt_end(question.text)))
+            answers.append(model.write(model.read(end, context), length, ["\n"]))
     every = len(data.questions)
     notes = [f"only the first {len(asked)} of {every} questions"] if len(asked) < every else []
     if settings.shots and shots is None:
@@ -271,26 +260,16 @@ def _shots(pool: Sequence[Question], document: str, count: int, rng: random.Rand
     return "".join(f"{shot.document}{prompt_end(shot.text)} {shot.answers[0]}{BETWEEN}" for shot in chosen)
 
 
-def _answers(
-    model: ScoredModel[Any], context: str, questions: Sequence[Question], new_tokens: int
-) -> Iterator[str]:  # fmt: skip
-    """Yield the answers to questions about one context, which is read once."""
-    reading = model.read(document_ids(model.tokenizer, context))
-    for question in questions:
-        tokens = torch.from_numpy(model.tokenizer.encode(prompt_end(question.text)))
-        yield model.write(model.read(tokens, reading), new_tokens, ["\n"])
-
-
 def _score(task: str, answers: Sequence[str], references: Sequence[Sequence[str]], seed: int) -> list[Score]:
-    where, n = {"task": task}, len(answers)
+    where, n, scores = {"task": task}, len(answers), list[Score]()
     if TASKS[task].metric == "f1":
-        values = f1_scores(answers, references)
-        return [Score("F1", float(values.mean()), n, "questions", bootstrap_mean(values, "questions", seed), where)]
-    rouge = rouge_scores(answers, references)
-    mean = float(geometric_mean(*rouge))
-    spread = bootstrap(list(rouge), geometric_mean, "questions", seed)
-    scores = [Score("geometric mean of ROUGE-1, -2, -L", mean, n, "questions", spread, where)]
-    for name, values in zip(ROUGE, rouge, strict=True):
+        means = {"F1": f1_scores(answers, references)}
+    else:
+        rouge = rouge_scores(answers, references)
+        means, mean = dict(zip(ROUGE, rouge, strict=True)), float(geometric_mean(*rouge))
+        spread = bootstrap(list(rouge), geometric_mean, "questions", seed)
+        scores.append(Score("geometric mean of ROUGE-1, -2, -L", mean, n, "questions", spread, where))
+    for name, values in means.items():
         spread = bootstrap_mean(values, "questions", seed)
         scores.append(Score(name, float(values.mean()), n, "questions", spread, where))
     return scores

@@ -37,7 +37,7 @@ class SyntheticBatch:
 
 @dataclass(frozen=True)
 class TaskSize:
-    """Size of a task."""
+    """Size of a task; a generator raises ValueError if length or vocabulary are too small for it."""
 
     length: int = 256
     """Tokens per row."""
@@ -58,20 +58,14 @@ def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatc
 
     As in Zoology, keys are from the lower half of the vocabulary without token 0, and values from the upper half,
     without repetition in a row. Queries are at even positions after the pairs, with random tokens or token 0 between.
-
-    Raises:
-        ValueError: the length or the vocabulary is too small for the pairs.
     """
     pairs, half = size.items, size.vocab_size // 2
     space = (size.length - 2 * pairs) // 2
-    if pairs < 1 or space < pairs or pairs > half - 1 or size.power_a <= 0:
-        raise ValueError(
-            f"mqar needs at least one pair, 4 tokens of length and 2 of the vocabulary for each, and power_a above 0; "
-            f"got items={pairs}, length={size.length}, vocab_size={size.vocab_size}, power_a={size.power_a}."
-        )
-    keys = 1 + _drawn(torch.zeros(half - 1, dtype=torch.float32, device="cpu"), rows, pairs, generator)
-    even = torch.zeros(size.vocab_size - half, dtype=torch.float32, device="cpu")
-    values = half + _drawn(even, rows, pairs, generator)
+    needs = "mqar needs at least one pair, 4 tokens of length and 2 of the vocabulary for each, and power_a above 0"
+    fits = 1 <= pairs <= min(space, half - 1) and size.power_a > 0
+    _check(fits, needs, size, "items", "length", "vocab_size", "power_a")
+    keys = 1 + _drawn(_even(half - 1), rows, pairs, generator)
+    values = half + _drawn(_even(size.vocab_size - half), rows, pairs, generator)
     law = (size.power_a - 1) * torch.arange(1, space + 1, dtype=torch.float32, device="cpu").log()
     queries = 2 * pairs + 2 * _drawn(law, rows, pairs, generator)
     tokens = torch.randint(size.vocab_size if size.noise else 1, (rows, size.length), generator=generator, device="cpu")
@@ -82,18 +76,11 @@ def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatc
 
 
 def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
-    """Generate tokens scattered among noise (id 0), followed by marks (id 1), each answered by the next token in order.
-
-    Raises:
-        ValueError: the length is too small for the tokens and their marks.
-    """
+    """Generate tokens among noise (id 0), followed by marks (id 1), each answered by the next token in order."""
     items, context = size.items, size.length - size.items
-    if items < 1 or context < items or size.vocab_size < 3:
-        raise ValueError(
-            f"selective_copying needs at least one item, 2 tokens of length for each, and 3 of the vocabulary; "
-            f"got items={items}, length={size.length}, vocab_size={size.vocab_size}."
-        )
-    places = _drawn(torch.zeros(context, dtype=torch.float32, device="cpu"), rows, items, generator).sort(1).values
+    needs = "selective_copying needs at least one item, 2 tokens of length for each, and 3 of the vocabulary"
+    _check(1 <= items <= context and size.vocab_size >= 3, needs, size, "items", "length", "vocab_size")
+    places = _drawn(_even(context), rows, items, generator).sort(1).values
     data = torch.randint(2, size.vocab_size, (rows, items), generator=generator, device="cpu")
     tokens = torch.zeros(rows, size.length, dtype=torch.int64, device="cpu")
     tokens.scatter_(1, places, data)
@@ -106,15 +93,9 @@ def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> Sy
     """Generate random tokens with token 0 twice: at a random place before its answer, and at the end as the question.
 
     ``size.items`` has no effect: there is one item.
-
-    Raises:
-        ValueError: the length or the vocabulary is too small.
     """
-    if size.length < 4 or size.vocab_size < 3:
-        raise ValueError(
-            f"induction_heads needs a length of at least 4 and a vocabulary of at least 3; got {size.length} and "
-            f"{size.vocab_size}."
-        )
+    needs = "induction_heads needs a length of at least 4 and a vocabulary of at least 3"
+    _check(size.length >= 4 and size.vocab_size >= 3, needs, size, "length", "vocab_size")
     tokens = torch.randint(1, size.vocab_size, (rows, size.length), generator=generator, device="cpu")
     first = torch.randint(size.length - 2, (rows, 1), generator=generator, device="cpu")
     tokens.scatter_(1, first, 0)
@@ -141,11 +122,8 @@ def _recall(
     name: str, size: TaskSize, vocab_size: int, noise: float, rows: int, generator: torch.Generator
 ) -> SyntheticBatch:
     pairs, half = size.length // 2, vocab_size // 2
-    if pairs < 2 or half < 2 or not 0 <= noise < 1:
-        raise ValueError(
-            f"{name} needs a length of at least 4, at least 2 keys and 2 values, and a noise_share in 0..1; got "
-            f"length={size.length}, vocab_size={size.vocab_size}, noise_share={size.noise_share}."
-        )
+    needs = f"{name} needs a length of at least 4, at least 2 keys and 2 values, and a noise_share in 0..1"
+    _check(pairs >= 2 and half >= 2 and 0 <= noise < 1, needs, size, "length", "vocab_size", "noise_share")
     every = torch.arange(rows, device="cpu")
     quiet = torch.rand(rows, pairs, generator=generator, dtype=torch.float32, device="cpu") >= noise
     quiet[every, torch.randint(pairs - 1, (rows,), generator=generator, device="cpu")] = True
@@ -174,11 +152,8 @@ def fuzzy_recall(size: TaskSize, rows: int, generator: torch.Generator) -> Synth
     A row begins with token 0, which is no key, where a pair does not fit.
     """
     half = (size.vocab_size - 1) // 2
-    if size.length < 12 or half < 3:
-        raise ValueError(
-            f"fuzzy_recall needs a length of at least 12 and a vocabulary of at least 7; got {size.length} and "
-            f"{size.vocab_size}."
-        )
+    needs = "fuzzy_recall needs a length of at least 12 and a vocabulary of at least 7"
+    _check(size.length >= 12 and half >= 3, needs, size, "length", "vocab_size")
 
     def motif(first: int) -> tuple[int, ...]:
         count = int(torch.randint(1, 4, (), generator=generator, device="cpu"))
@@ -214,11 +189,8 @@ def memorization(size: TaskSize, rows: int, generator: torch.Generator) -> Synth
     The weights must hold the values. Their source is the key.
     """
     half = (size.vocab_size - 1) // 2
-    if size.length < 2 or half < 2:
-        raise ValueError(
-            f"memorization needs a length of at least 2 and a vocabulary of at least 5; got {size.length} and "
-            f"{size.vocab_size}."
-        )
+    needs = "memorization needs a length of at least 2 and a vocabulary of at least 5"
+    _check(size.length >= 2 and half >= 2, needs, size, "length", "vocab_size")
     values = half + torch.randperm(half, generator=torch.Generator().manual_seed(12345), device="cpu")
     keys = torch.randint(half, (rows, size.length // 2), generator=generator, device="cpu")
     tokens = torch.full((rows, size.length), size.vocab_size - 1, dtype=torch.int64, device="cpu")
@@ -264,11 +236,14 @@ def permutations(size: TaskSize, rows: int, generator: torch.Generator) -> Synth
 
 
 def _check_states(name: str, states: int, size: TaskSize, shown: str) -> None:
-    if not 2 <= states <= size.vocab_size or size.length < 1:
-        raise ValueError(
-            f"{name} needs at least 2 states, a token for each of its {shown}, and a length of at least 1; got "
-            f"items={size.items}, vocab_size={size.vocab_size}, length={size.length}."
-        )
+    needs = f"{name} needs at least 2 states, a token for each of its {shown}, and a length of at least 1"
+    fits = 2 <= states <= size.vocab_size and size.length >= 1
+    _check(fits, needs, size, "items", "vocab_size", "length")
+
+
+def _check(fits: bool, needs: str, size: TaskSize, *shown: str) -> None:
+    if not fits:
+        raise ValueError(f"{needs}; got {', '.join(f'{name}={getattr(size, name)}' for name in shown)}.")
 
 
 Maker = Callable[[TaskSize, int, torch.Generator], SyntheticBatch]
@@ -316,6 +291,11 @@ def hits_by_distance(batch: SyntheticBatch, predicted: Tensor, chunk: int) -> di
     for distance, hit in zip(distances.tolist(), right.tolist(), strict=True):
         found.setdefault(distance, []).append(hit)
     return dict(sorted(found.items()))
+
+
+def _even(count: int) -> Tensor:
+    """Return the logarithms of equal weights."""
+    return torch.zeros(count, dtype=torch.float32, device="cpu")
 
 
 def _drawn(log_weights: Tensor, rows: int, count: int, generator: torch.Generator) -> Tensor:

@@ -83,7 +83,7 @@ class Distillation:
         return length
 
     def steps(self, length: int) -> int:
-        """Return the steps of each way, of whole batches."""
+        """Return the steps of each half, of whole batches."""
         return self.tokens // (2 * self.batch * length)
 
 
@@ -95,7 +95,13 @@ def distill(
     Raises:
         ValueError: the model is no converted Llama, texts are too few or too short, or a setting does not fit.
     """
-    check_teacher(model)
+    for name, wanted in LLAMA.items():
+        if (given := getattr(model.config, name)) != wanted:
+            raise ValueError(
+                f"MODEL must be a Llama of gecko convert, which has {name}={wanted}; this one has {given}."
+            )
+    if any(map(is_quantized, model.parameters())):
+        raise ValueError("MODEL must have the weights that gecko convert wrote; this one is quantised.")
     model.float()
     length = settings.row_length(model.config)
     hay = Haystack("passkey", tokenizer, length, units_by_length("passkey", tokenizer)(length))
@@ -115,17 +121,6 @@ def distill(
     read = 2 * settings.steps(length) * settings.batch * length
     used = {**vars(settings), "tokens": read, "length": length, "texts": list(train), "held_out": list(held_out)}
     return student, Results("distill", scores, used, settings.seed, skipped, {"losses": curves})
-
-
-def check_teacher(model: Gecko) -> None:
-    """Raise ValueError unless the model is a converted Llama that has not been distilled or quantised."""
-    for name, wanted in LLAMA.items():
-        if (given := getattr(model.config, name)) != wanted:
-            raise ValueError(
-                f"MODEL must be a Llama of gecko convert, which has {name}={wanted}; this one has {given}."
-            )
-    if any(map(is_quantized, model.parameters())):
-        raise ValueError("MODEL must have the weights that gecko convert wrote; this one is quantised.")
 
 
 def student_of(teacher: Gecko) -> Gecko:
@@ -260,30 +255,23 @@ def layer_losses(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> 
 
 def logit_loss(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> Tensor:
     """Return the mean Kullback-Leibler divergence of the student's predictions from the teacher's, in nats."""
-    theirs, ours = (
-        model.hidden(tokens)[0][:, begin:].flatten(0, 1).split(PIECE) for model in (teacher, student)
-    )  # fmt: skip
-    parts = [
-        checkpoint(_divergence, student.head.weight, p, q, use_reentrant=False)
-        for p, q in zip(theirs, ours, strict=True)
-    ]
+    theirs, ours = (model.hidden(tokens)[0][:, begin:].flatten(0, 1).split(PIECE) for model in (teacher, student))
+
+    def divergence(theirs: Tensor, ours: Tensor) -> Tensor:
+        p, q = (F.linear(hidden, student.head.weight).float().log_softmax(-1) for hidden in (theirs, ours))
+        return F.kl_div(q, p, log_target=True, reduction="sum")
+
+    parts = [checkpoint(divergence, p, q, use_reentrant=False) for p, q in zip(theirs, ours, strict=True)]
     loss = torch.stack(parts).sum() / tokens[:, begin:].numel()
     loss.backward()
     return loss.detach()
-
-
-def _divergence(head: Tensor, theirs: Tensor, ours: Tensor) -> Tensor:
-    p, q = (F.linear(hidden, head).float().log_softmax(-1) for hidden in (theirs, ours))
-    return F.kl_div(q, p, log_target=True, reduction="sum")
 
 
 def compared(student: Gecko, model: Gecko, held_out: Rows) -> list[Score]:
     """Return the mean losses beyond the window by position: full attention, memory off, memory on, and on less off."""
     window, length = 2 * model.config.chunk_size, len(next(iter(held_out.values()))[0])
     models = {"full attention": full_attention(model, length), "memory off": model, "memory on": student}
-    losses = {
-        name: np.stack([_row_losses(one, rows) for rows in held_out.values()]) for name, one in models.items()
-    }  # fmt: skip
+    losses = {name: np.stack([_row_losses(one, rows) for rows in held_out.values()]) for name, one in models.items()}
     losses["memory on less off"] = losses["memory on"] - losses["memory off"]
     borders = [window * 2**i for i in range(40) if window * 2**i < length - 1]
     ranges = dict.fromkeys([(window, length - 1), *pairwise([*borders, length - 1])])

@@ -40,13 +40,13 @@ class RunFolder:
     def seed(self) -> int:
         return int(self.recipe["seed"])
 
+    @cached_property
+    def schedule(self) -> ScheduleSettings:
+        return build(ScheduleSettings, self.recipe.get("schedule", {}))
+
     def tokens_before(self, step: int) -> int:
         """Return the tokens of the first ``step`` steps."""
-        return self._schedule.rows_before(int(self.recipe["batch_size"]), step) * int(self.recipe["sequence_length"])
-
-    @cached_property
-    def _schedule(self) -> ScheduleSettings:
-        return build(ScheduleSettings, self.recipe.get("schedule", {}))
+        return self.schedule.rows_before(int(self.recipe["batch_size"]), step) * int(self.recipe["sequence_length"])
 
     @property
     def steps_done(self) -> int:
@@ -103,7 +103,7 @@ def gather(paths: Sequence[Path]) -> Inputs:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{_EXPECTED}; there is no {path}.")
-        inputs.given.append((str(path), _add_folder(path, inputs) if path.is_dir() else _add_file(path, inputs)))
+        inputs.given.append((str(path), _add(path, inputs)))
     if not inputs.runs and not inputs.evaluations:
         reasons = "; ".join(f"{what}: {why}" for what, why in inputs.left_out)
         raise ValueError(f"a report needs at least one run with metrics or one evaluation; left out were {reasons}.")
@@ -111,11 +111,7 @@ def gather(paths: Sequence[Path]) -> Inputs:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Return the record of a result file.
-
-    Raises:
-        ValueError: the file is not a result file, or a report does not show this evaluation.
-    """
+    """Return the record of a result file; ValueError if it is none, or of an evaluation that a report does not show."""
     record = read_object(path, "a result of `gecko eval`")
     if record.get("format") != FORMAT:
         raise ValueError(f'{path} must be a result file of `gecko eval`, with "format": "{FORMAT}"; it is not one.')
@@ -127,33 +123,34 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return record
 
 
-def _read_comparison(path: Path) -> dict[str, Any]:
-    record = read_object(path, "a comparison")
-    if record.get("format") != COMPARISON_FORMAT:
-        raise ValueError(f'{path} must be of `gecko compare`, with "format": "{COMPARISON_FORMAT}"; it is not.')
-    if not isinstance(record.get("recipes"), list):
-        raise ValueError(f"{path} must be a whole comparison of `gecko compare`; it lacks recipes.")
-    return record
-
-
-def _add_folder(folder: Path, inputs: Inputs) -> str:
-    if (folder / RECIPE).is_file():
-        return _add_run(folder, inputs)
-    seeds = sorted(path.parent for path in folder.glob(f"*/seed-*/{RECIPE}"))
-    if seeds or (folder / COMPARISON).is_file():
-        return _add_comparison(folder, seeds, inputs)
-    held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
-    raise ValueError(f"{_EXPECTED}; the folder {folder} is neither: it holds {held}.")
+def _add(path: Path, inputs: Inputs) -> str:
+    """Add what stands at a path; return what it is in words."""
+    if not path.is_dir():
+        if path.name in (RECIPE, COMPARISON):
+            raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
+        file = EvaluationFile(path, read_evaluation(path))
+        return f"evaluation, {file.kind}" if inputs.add(file) else "evaluation, given before"
+    if (path / RECIPE).is_file():
+        return _add_run(path, inputs)
+    seeds = sorted(found.parent for found in path.glob(f"*/seed-*/{RECIPE}"))
+    if seeds or (path / COMPARISON).is_file():
+        return _add_comparison(path, seeds, inputs)
+    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
+    raise ValueError(f"{_EXPECTED}; the folder {path} is neither: it holds {held}.")
 
 
 def _add_comparison(folder: Path, seeds: Sequence[Path], inputs: Inputs) -> str:
-    order: list[str] = []
-    if (folder / COMPARISON).is_file():
-        record = _read_comparison(folder / COMPARISON)
+    order, path = list[str](), folder / COMPARISON
+    if path.is_file():
+        record = read_object(path, "a comparison")
+        if record.get("format") != COMPARISON_FORMAT:
+            raise ValueError(f'{path} must be of `gecko compare`, with "format": "{COMPARISON_FORMAT}"; it is not.')
+        if not isinstance(record.get("recipes"), list):
+            raise ValueError(f"{path} must be a whole comparison of `gecko compare`; it lacks recipes.")
         inputs.comparisons.append((folder, record))
         order = [recipe["recipe"] for recipe in record["recipes"]]
     else:
-        inputs.leave_out(folder / COMPARISON, "not there: the comparison is not finished")
+        inputs.leave_out(path, "not there: the comparison is not finished")
     for seed in sorted(seeds, key=lambda seed: order.index(seed.parent.name) if seed.parent.name in order else -1):
         _add_run(seed, inputs)
     tuning = len(list(folder.glob(f"*/tuning-*/{RECIPE}")))
@@ -176,23 +173,11 @@ def _add_run(folder: Path, inputs: Inputs) -> str:
         inputs.leave_out(folder, "a run without metrics or evaluations: it was never trained")
         return "run, left out"
     inputs.runs.append(run)
-    shown = sum([_add_found(path, run, inputs) for path in files])
+    shown = 0
+    for path in files:
+        try:
+            shown += inputs.add(EvaluationFile(path, read_evaluation(path), run))
+        except ValueError as error:  # the rest is shown
+            inputs.leave_out(path, str(error))
     steps = f"not finished: {run.steps_done:,} of {recipe.get('steps') or 'an unknown number of'} steps"
     return f"run, {steps if results is None else 'finished'}, {shown} evaluations in its eval/"
-
-
-def _add_found(path: Path, run: RunFolder, inputs: Inputs) -> bool:
-    """Add a file found in a run's folder. If it is invalid, the reason is recorded and the rest is shown."""
-    try:
-        record = read_evaluation(path)
-    except ValueError as error:
-        inputs.leave_out(path, str(error))
-        return False
-    return inputs.add(EvaluationFile(path, record, run))
-
-
-def _add_file(path: Path, inputs: Inputs) -> str:
-    if path.name in (RECIPE, COMPARISON):
-        raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
-    file = EvaluationFile(path, read_evaluation(path))
-    return f"evaluation, {file.kind}" if inputs.add(file) else "evaluation, given before"

@@ -1,19 +1,19 @@
-"""Rows of runs and evaluations, and their models: runs that differ only in their seed are one model."""
+"""Results as one long table: a row for each number of a model, seed and case. Runs that differ only in their seed are
+one model."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gecko.eval.diagnose import PIECE
-from gecko.eval.results import Interval, over_rows
+from gecko.eval.results import Interval, over_rows, over_seeds
 from gecko.experiments.inputs import RECIPE, EvaluationFile, Inputs, RunFolder
-from gecko.experiments.table import Model, Row, by_model, grouped
-from gecko.io.files import read_object
+from gecko.io.files import Record, read_object
 from gecko.models import parse_config
 from gecko.pages import LineStyle
 from gecko.train.metrics import METRICS, seconds_by_step
@@ -28,6 +28,78 @@ HELD_OUT, TRAINING_LOSS = "held-out loss, nats per byte", "training loss, nats p
 MEMORY = "peak memory, GiB"
 _SYNTHETIC_NAMES = {"mqar": "Associative recall (MQAR)", "selective_copying": "Selective copying",
                     "induction_heads": "Induction heads"}  # fmt: skip
+
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with all its seeds: a column of tables and a line of pictures."""
+
+    label: str
+    style: LineStyle
+    differences: str = ""
+    """Settings that differ from other models of the same recipe."""
+
+
+class Row(NamedTuple):
+    """One number."""
+
+    model: Model
+    seed: int | None
+    """Training seed; None if unknown."""
+    evaluation: str
+    text: tuple[Any, ...]
+    """What must be equal for values to be compared, such as texts and tokenizer; first the words for it."""
+    case: Mapping[str, Any]
+    """Case of the evaluation, such as ``{"context": 1024}``."""
+    score: str
+    value: float
+    interval: Interval | None
+    n: int
+    """Sample size, in units."""
+    unit: str
+    file: Any
+    """Record of the file that the number is from."""
+
+    @property
+    def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """Score and case, which are the same for all models and seeds."""
+        return self.score, tuple(self.case.items())
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by key, in order."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def by_model(rows: Iterable[Row]) -> dict[Model, list[Row]]:
+    return grouped(rows, lambda row: row.model)
+
+
+def estimate(seeds: Sequence[Row], limits: tuple[float, float] | None = None) -> tuple[float, Interval | None]:
+    """Return the mean of a score over its seeds, and its interval.
+
+    With one seed the interval is the evaluation's own; with several it is that of the mean over seeds, cut at the
+    ``limits``, which Student's symmetric interval can exceed. If all seeds have the same value, the spread between
+    seeds is unknown and the interval spans those of the evaluations.
+    """
+    values, own = [row.value for row in seeds], [row.interval for row in seeds if row.interval is not None]
+    interval = own[0] if own else None
+    if len(set(values)) > 1:
+        interval = over_seeds(values)
+        if interval is not None and limits is not None:
+            low, high = max(limits[0], interval.low), min(limits[1], interval.high)
+            interval = Interval(low, high, f"{interval.method}, cut at 0 and 100 %")
+    elif len(values) > 1 and own:
+        method = f"equal for all seeds: widest of each seed's ({own[0].method})"
+        interval = Interval(min(one.low for one in own), max(one.high for one in own), method)
+    return statistics.fmean(values), interval
 
 
 class Identity(NamedTuple):
@@ -81,7 +153,7 @@ def _run_named(name: Path, runs: Sequence[RunFolder]) -> RunFolder | None:
 def label_models(identities: Iterable[Identity]) -> dict[Identity, Model]:
     """Return models by identity. Labels are recipes; models of the same recipe are told apart by their differences."""
     known = list(dict.fromkeys(identities))
-    labels: dict[Identity, tuple[str, str]] = {}
+    labels = dict[Identity, tuple[str, str]]()
     for group in grouped(known, lambda one: one.name).values():
         labels |= zip(group, _labels(group), strict=True)
     return {one: Model(labels[one][0], LineStyle.of(number), labels[one][1]) for number, one in enumerate(known)}
@@ -94,17 +166,13 @@ def _labels(group: Sequence[Identity]) -> list[tuple[str, str]]:
         return [(name or "Gecko", "")]
     every = dict.fromkeys(key for one in settings for key in one)
     differing = [key for key in every if len({one.get(key) for one in settings}) > 1]
-    values = [{key: one.get(key, "none").strip('"') for key in differing} for one in settings]
-    texts = [", ".join(f"{_short(key, differing)}={value}" for key, value in one.items()) for one in values]
+    ends = [key.rpartition(".")[2] for key in differing]
+    short = {key: end if ends.count(end) == 1 else key for key, end in zip(differing, ends, strict=True)}
+    values = [{short[key]: one.get(key, "none").strip('"') for key in differing} for one in settings]
+    texts = [", ".join(f"{key}={value}" for key, value in one.items()) for one in values]
     if all(len(text) <= _LONGEST_DIFFERENCE for text in texts):
         return [(f"{name}, {text}" if name else text, text) for text in texts]
     return [(f"{name or 'model'} {_letters(number)}", text) for number, text in enumerate(texts)]
-
-
-def _short(key: str, keys: Sequence[str]) -> str:
-    """Return the last part of a dotted name if it is unique, else the whole name."""
-    last = key.rpartition(".")[2]
-    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
 
 
 def _letters(number: int) -> str:
@@ -118,11 +186,12 @@ def families(rows: Sequence[Row], shared: Callable[[str], bool]) -> dict[Model, 
     """
     of_model = {model: identity_of_run(mine[0].file) for model, mine in by_model(rows).items()}
     groups = grouped(of_model, lambda model: tuple(one for one in of_model[model].settings if shared(one[0])))
-    identities = [Identity(min((of_model[model].name for model in models), key=len), settings)
-                  for settings, models in groups.items()]  # fmt: skip
-    labels = label_models(identities)
-    found = {labels[one]: models for one, models in zip(identities, groups.values(), strict=True)}
-    return {family: [row for row in rows if row.model in models] for family, models in found.items()}
+    found = {
+        Identity(min((of_model[model].name for model in models), key=len), settings): models
+        for settings, models in groups.items()
+    }
+    labels = label_models(found)
+    return {labels[one]: [row for row in rows if row.model in models] for one, models in found.items()}
 
 
 def long_table(inputs: Inputs) -> list[Row]:
@@ -139,23 +208,15 @@ def long_table(inputs: Inputs) -> list[Row]:
         else:
             inputs.leave_out(run.folder, f"trained like {first.folder}, with the same seed")
     # Models of synthetic tasks are told apart within each task.
-    for group in grouped(known, lambda one: _task(one[0])).values():
-        named = models if group[0][0].kind != "diagnose" else label_models(one for _, one, _ in group)
-        rows += _each_once((row for one in group for row in rows_of_evaluation(one[0], named[one[1]], one[2])), inputs)
+    tasks = grouped(known, lambda one: one[0].record["settings"]["task"] if one[0].kind == "diagnose" else None)
+    for task, group in tasks.items():
+        named, found = models if task is None else label_models(one for _, one, _ in group), dict[Any, Row]()
+        for row in (row for file, one, seed in group for row in rows_of_evaluation(file, named[one], seed)):
+            key = (row.model, row.seed, row.evaluation, row.text, row.place)
+            if found.setdefault(key, row) is not row:
+                inputs.leave_out(row.file.path, f"{row.evaluation}: some scores are of a model and seed shown already")
+        rows += found.values()
     return rows
-
-
-def _task(file: EvaluationFile) -> str:
-    return str(file.record["settings"]["task"]) if file.kind == "diagnose" else ""
-
-
-def _each_once(rows: Iterable[Row], inputs: Inputs) -> list[Row]:
-    found: dict[Any, Row] = {}
-    for row in rows:
-        key = (row.model, row.seed, row.evaluation, row.text, row.place)
-        if found.setdefault(key, row) is not row:
-            inputs.leave_out(row.file.path, f"{row.evaluation}: some scores are of a model and seed shown already")
-    return list(found.values())
 
 
 def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
@@ -166,8 +227,16 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
     def row(score: str, value: float, n: int, unit: str, case: Mapping[str, float], own: Interval | None = None) -> Row:
         return Row(model, run.seed, "training", text, case, score, value, own, n, unit, run)
 
-    clock = seconds_by_step(run.metrics, run.tokens_before)
-    for score, unit, points in ((HELD_OUT, "tokens", _held_out(run)), (TRAINING_LOSS, "steps", _training(run))):
+    clock, steps = (
+        seconds_by_step(run.metrics, run.tokens_before),
+        [one for one in run.metrics if one["kind"] == "train"],
+    )
+    held_out = [
+        (one["step"], one["nats_per_byte"], one.get("tokens", 1))
+        for one in run.metrics if one["kind"] == "validation" and one.get("nats_per_byte") is not None
+    ]  # fmt: skip
+    training = _training(steps, run.recipe.get("steps"))
+    for score, unit, points in ((HELD_OUT, "tokens", held_out), (TRAINING_LOSS, "steps", training)):
         for step, loss, n in points:
             case: dict[str, float] = {"step": step, "tokens": run.tokens_before(step)}
             yield row(score, loss, n, unit, case | ({"minutes": clock[step] / 60} if step in clock else {}))
@@ -182,7 +251,7 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
             yield row(score, value, n, "tokens", {} if flops is None else {"FLOPs": flops}, own)
     length: Mapping[str, float] = {"length": int(run.recipe["sequence_length"])}
     for score, name, combined in (("tokens/s", "tokens_per_second", statistics.median), (MEMORY, "memory_gib", max)):
-        values = [one[name] for one in _steps(run) if one.get(name)]
+        values = [one[name] for one in steps if one.get(name)]
         if values:
             yield row(score, combined(values), len(values), "steps", length)
     yield row("steps", run.steps_done, 1, "runs", {})
@@ -207,24 +276,14 @@ def data_words(data: Mapping[str, Any]) -> str:
     return f"{sources} ({apart}; tokenizer {data.get('tokenizer')})"
 
 
-def _steps(run: RunFolder) -> list[Mapping[str, Any]]:
-    return [record for record in run.metrics if record["kind"] == "train"]
-
-
-def _held_out(run: RunFolder) -> Iterator[tuple[int, float, int]]:
-    for record in run.metrics:
-        if record["kind"] == "validation" and record.get("nats_per_byte") is not None:
-            yield record["step"], record["nats_per_byte"], record.get("tokens", 1)
-
-
-def _training(run: RunFolder) -> Iterator[tuple[int, float, int]]:
-    """Yield means over each complete fiftieth of the run, at its middle step.
+def _training(steps: Sequence[Record], planned: int | None) -> Iterator[tuple[int, float, int]]:
+    """Yield step, mean loss and steps of each complete fiftieth of the run, at its middle step.
 
     The steps depend only on the run's length, so all seeds have the same steps.
     """
-    last = max((record["step"] for record in _steps(run)), default=0)
-    width = max(1, int(run.recipe.get("steps") or last) // _TRAINING_POINTS)
-    measured = [record for record in _steps(run) if record.get("loss") is not None]
+    last = max((record["step"] for record in steps), default=0)
+    width = max(1, (planned or last) // _TRAINING_POINTS)
+    measured = [record for record in steps if record.get("loss") is not None]
     for group, records in grouped(measured, lambda record: (record["step"] - 1) // width).items():
         if (group + 1) * width <= last:
             middle = group * width + width // 2 + 1
@@ -264,14 +323,9 @@ def _case(file: EvaluationFile, where: Mapping[str, Any]) -> dict[str, Any]:
 
 def _data(settings: Mapping[str, Any]) -> str:
     """Describe the data and the settings that may differ between evaluations of a task."""
-    parts = [settings.get("data", "not recorded") or "hub"]
-    if settings.get("limit") is not None:
-        parts.append(f"first {settings['limit']:,}")
-    if settings.get("shots_data") is not None:
-        parts.append(f"shots of {settings['shots_data']}")
-    if "new_tokens" in settings:
-        parts.append(f"answers of {settings['new_tokens']:,} tokens")
-    return ", ".join(parts)
+    forms = {"limit": "first {:,}", "shots_data": "shots of {}", "new_tokens": "answers of {:,} tokens"}
+    given = [form.format(settings[name]) for name, form in forms.items() if settings.get(name) is not None]
+    return ", ".join([settings.get("data", "not recorded") or "hub", *given])
 
 
 def _compared(file: EvaluationFile, details: Mapping[str, Any], n: int) -> tuple[Any, ...]:

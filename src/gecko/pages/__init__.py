@@ -70,8 +70,7 @@ class Section:
 
 
 def write_page(path: Path, title: str, summary: str, sections: Sequence[Section]) -> None:
-    """Write a page atomically. All texts are escaped. Raise ImportError if Jinja is not installed, OSError if the page
-    could not be written."""
+    """Write a page atomically, all texts escaped; ImportError without Jinja, OSError if it could not be written."""
     environment = require("jinja2", "train").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((resources.files(__name__) / "page.html.j2").read_text(encoding="utf-8"))
     html = template.render(title=title, summary=summary, sections=sections, svg=svg).lstrip()
@@ -149,10 +148,7 @@ def new_panels(xlabel: str, ylabel: str, rows: int, *, height: float, width: flo
 
 
 def svg(figure: Any) -> str:
-    """Return the figure as SVG text without the XML preamble. The page sets width and height.
-
-    The same figure gives the same text.
-    """
+    """Return the figure as SVG text without the XML preamble; the same text for the same figure."""
     text = io.StringIO()
     for written in figure.findobj(require("matplotlib.text", "train").Text):
         if "$" in written.get_text():  # a name, no formula; the formulas of ticks are made when the figure is drawn
@@ -164,11 +160,7 @@ def svg(figure: Any) -> str:
 
 
 def fit(axes: Any, values: Sequence[float], margin: float, least: float = 0.1) -> None:
-    """Fit the vertical axis to the finite values, with a margin as a share of their range.
-
-    Args:
-        least: margin if all values are equal.
-    """
+    """Fit the vertical axis to the finite values, with a margin as a share of their range, ``least`` if that is 0."""
     finite = [value for value in values if math.isfinite(value)]
     if finite:
         space = margin * (max(finite) - min(finite)) or least

@@ -14,7 +14,7 @@ from rich.console import Console
 from support.corpora import BYTE_MODEL, write_corpus
 
 from gecko.experiments.compare import ComparisonPlan, Outcome, compare
-from gecko.experiments.compare.worker import DIVERGED
+from gecko.experiments.compare.runs import DIVERGED
 from gecko.train import (
     CheckpointSettings,
     DataSettings,

@@ -127,7 +127,7 @@ def test_a_run_that_cannot_start_ends_with_its_message(recipes: list[str], tmp_p
     planned = tmp_path / "planned.json"
     replace(run, output=str(tmp_path / "run"), data=replace(run.data, source=str(tmp_path / "nowhere"))).save(planned)
     with subprocess.Popen(
-        [sys.executable, "-m", "gecko.experiments.compare.worker", str(planned)],
+        [sys.executable, "-m", "gecko.experiments.compare.runs", str(planned)],
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as worker:  # fmt: skip
         assert worker.stderr is not None

@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 from support.results import GECKO, STEPS, write_run
 
-from gecko.experiments.compute import frontier, power_law
+from gecko.experiments.figures import frontier, power_law
 from gecko.experiments.inputs import gather
 from gecko.experiments.report import build_sections
 from gecko.pages import Section, Table

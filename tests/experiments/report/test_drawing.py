@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gecko.experiments.figures import loss_figure
-from gecko.experiments.table import Model, Row
+from gecko.experiments.rows import Model, Row
 from gecko.pages import LineStyle, label_line_ends, new_figure, spread_apart, svg
 
 INTERVALS = st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.07, 0.14])), min_size=1, max_size=14)

@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 
 from gecko.eval.results import Interval
-from gecko.experiments.figures import _means, mean_by_step
+from gecko.experiments.figures import _means, counts, mean_by_step
 from gecko.experiments.inputs import EvaluationFile, RunFolder, gather
 from gecko.experiments.rows import (
     HELD_OUT,
     TRAINING_LOSS,
     Identity,
+    Model,
+    Row,
+    estimate,
     identity_of_evaluation,
     identity_of_run,
     label_models,
     rows_of_run,
 )
-from gecko.experiments.table import Model, Row, counts, estimate
 from gecko.pages import LineStyle
 from gecko.train.metrics import Record
 

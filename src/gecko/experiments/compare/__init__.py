@@ -1,7 +1,4 @@
-"""Training of several recipes on the same data and comparison of their losses: ``gecko compare``.
-
-``compare`` tunes learning rates, trains the runs of a plan and compares them.
-"""
+"""Training of several recipes on the same data and comparison of their losses: ``gecko compare``."""
 
 from __future__ import annotations
 
@@ -71,9 +68,7 @@ def compare(plan: ComparisonPlan, *, jobs: int = 1, command: str, console: Conso
     check_packages()
     check_folder(plan.folder)
     with lasting_output(), locked(plan.folder / LOCK, wait=False), StopSignal() as stop:
-        session = _Session(plan, jobs, command, console, stop)
-        session.run()
-        return session.conclude()
+        return _Session(plan, jobs, command, console, stop).run()
 
 
 class _Session:
@@ -81,36 +76,34 @@ class _Session:
 
     def __init__(self, plan: ComparisonPlan, jobs: int, command: str, console: Console, stop: StopSignal) -> None:
         self.plan, self.jobs, self.command, self.console, self.stop = plan, jobs, command, console, stop
-        device = select_device(next(iter(plan.recipes.values())).device)
-        self.hardware = describe_hardware(device)
+        self.hardware = describe_hardware(select_device(next(iter(plan.recipes.values())).device))
         self.trials: list[Trial] = []
         self.rates: dict[str, float] = {}
-        self.main: list[Planned] | None = None
-        """Runs with the chosen learning rates; None until these are known."""
+        self.main: list[Planned] = []
+        """Runs with the chosen learning rates, once these are known."""
         self.states: dict[str, State] = {}
 
-    def run(self) -> None:
-        tuning = self.plan.tuning_runs()
+    def run(self) -> Outcome:
+        tuning, folder = self.plan.tuning_runs(), self.plan.folder
         self._train(tuning, "tuning", lambda: None)
         self.trials = [trial_of(one, self.states[one.label]) for one in tuning]
         self.rates = tuned_rates(self.plan, self.trials)
-        if not self.stop.requested:
+        tuned = not self.stop.requested
+        if tuned:
             self.main = self.plan.main_runs(self.rates)
-            self._train(self.main, "training", lambda: save(self.plan.folder, self._comparison()))
-
-    def conclude(self) -> Outcome:
-        comparison, folder = self._comparison(), self.plan.folder
-        if self.main is not None:  # otherwise the results of earlier calls stay
+            self._train(self.main, "training", lambda: save(folder, self._comparison()))
+        comparison = self._comparison()
+        if tuned:  # otherwise the results of earlier calls stay
             save(folder, comparison)
         page = write_page(folder, comparison) if comparison["runs"] else None
         print_tables(comparison, self.console)
         # A learning rate with which tuning diverges is a result, not a failure.
-        failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main or ())
+        failed = any(self.states.get(one.label) in ("failed", "diverged") for one in self.main)
         untuned = not self.stop.requested and len(self.rates) < len(self.plan.recipes)
         return Outcome(comparison, self.stop.requested, failed or untuned, page)
 
     def _train(self, planned: Sequence[Planned], title: str, after_each: Callable[[], object]) -> None:
-        with Pool(planned, self.jobs) as pool, LiveTable(self.console, pool, title) as table:
+        with Pool(planned, self.jobs) as pool, (table := LiveTable(self.console, pool, title)).live:
             while pool.busy and not self.stop.requested:
                 ended = pool.advance()
                 table.update(ended)
@@ -126,8 +119,12 @@ class _Session:
     def _comparison(self) -> dict[str, Any]:
         """Return the values of ``comparison.json``: everything that has been found so far."""
         plan, first = self.plan, next(iter(self.plan.recipes))
-        found = [RunResult.of(one, plan.parameters[one.recipe]) for one in self.main or ()]
+        found = [RunResult.of(one, plan.parameters[one.recipe]) for one in self.main]
         results = [result for result in found if result is not None]
+        untuned = [
+            f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"
+            for recipe in plan.recipes if recipe not in self.rates and plan.tuning is not None
+        ]  # fmt: skip
         tuning = plan.tuning and {**asdict(plan.tuning), "trials": self.trials, "chosen": self.rates}
         return {
             "format": COMPARISON_FORMAT, **code_version(), "command": self.command, "hardware": self.hardware,
@@ -136,13 +133,5 @@ class _Session:
             "models": {name: run.to_dict()["model"] for name, run in plan.recipes.items()}, "tuning": tuning,
             "recipes": summarise(results, first), "runs": [result.values for result in results],
             "unfinished": {label: state for label, state in self.states.items() if state != "finished"},
-            "notes": self._notes(),
+            "notes": [*edge_notes(plan, self.rates), *machine_notes(self.main, self.hardware), *untuned],
         }  # fmt: skip
-
-    def _notes(self) -> list[str]:
-        notes = edge_notes(self.plan, self.rates) + machine_notes(self.main or (), self.hardware)
-        untuned = [recipe for recipe in self.plan.recipes if recipe not in self.rates and self.plan.tuning is not None]
-        return notes + [
-            f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"
-            for recipe in untuned
-        ]

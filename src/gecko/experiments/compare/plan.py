@@ -12,7 +12,7 @@ from gecko.data import is_shard_folder
 from gecko.data.sources import find_sources
 from gecko.data.training_data import parse_source
 from gecko.io.files import read_object, whole_file
-from gecko.models import ModelConfig, meta_model
+from gecko.models import meta_model
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
@@ -20,33 +20,31 @@ from gecko.train.finish import RESULTS
 from gecko.train.run import has_role
 from gecko.train.settings import Role, flatten
 
+PLANNED, LOG, LOCK = "planned.json", "log.txt", ".lock"
+"""Files in the folders of a comparison and its runs. Training has another lock in a run's folder."""
+_MOVABLE = ("output", "recipe", "overrides", "sample.prompt")
+"""Fields that may change between calls for the same comparison."""
+_OPTIONS = {"output": "--out", "seed": "--seeds"}
+
 
 def common_settings(run: Run) -> dict[str, object]:
     """Return the fields that all runs of a comparison share, with dotted names."""
     return {name: value for name, value in flatten(run.to_dict()).items() if not has_role(name, Role.FREE)}
 
 
-def check_same_training(runs: Mapping[str, Run]) -> None:
-    """Check that runs share all settings that a comparison needs to be equal.
-
-    Raises:
-        ValueError: runs differ in a setting, or a run has no number of steps.
-    """
+def _check_same_training(runs: Mapping[str, Run]) -> None:
+    """Raise ValueError if runs differ in a setting that must be equal, or have no number of steps."""
     settings = {name: common_settings(run) for name, run in runs.items()}
-    different = {
-        key: {name: found[key] for name, found in settings.items()}
-        for key in next(iter(settings.values()))
-        if any(found[key] != next(iter(settings.values()))[key] for found in settings.values())
-    }
+    first = next(iter(settings.values()))
+    different = [key for key in first if any(found[key] != first[key] for found in settings.values())]
     if different:
         places = "; ".join(
-            f"{key} (" + ", ".join(f"{name}: {value}" for name, value in values.items()) + ")"
-            for key, values in different.items()
+            f"{key} (" + ", ".join(f"{name}: {found[key]}" for name, found in settings.items()) + ")"
+            for key in different
         )
-        key, values = next(iter(different.items()))
         raise ValueError(
             f"recipes that are compared must train alike except for models, optimizers and learning rates; they differ "
-            f"in {places}. Set each for all of them, for example {key}={next(iter(values.values()))}."
+            f"in {places}. Set each for all of them, for example {different[0]}={first[different[0]]}."
         )
     if any(run.steps is None for run in runs.values()):
         raise ValueError(
@@ -55,17 +53,8 @@ def check_same_training(runs: Mapping[str, Run]) -> None:
         )
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of a model, without allocating them."""
-    return sum(parameter.numel() for parameter in meta_model(config).parameters())
-
-
-def check_parameters(parameters: Mapping[str, int], tolerance: float) -> None:
-    """Check that the models have about equal numbers of parameters.
-
-    Raises:
-        ValueError: the largest model has more than ``1 + tolerance`` times the parameters of the smallest.
-    """
+def _check_parameters(parameters: Mapping[str, int], tolerance: float) -> None:
+    """Raise ValueError if the largest model has more than ``1 + tolerance`` times the parameters of the smallest."""
     if not tolerance >= 0:
         raise ValueError(f"--tolerance must be at least 0; got {tolerance}. Try 0.02.")
     excess = max(parameters.values()) / min(parameters.values()) - 1
@@ -79,10 +68,7 @@ def check_parameters(parameters: Mapping[str, int], tolerance: float) -> None:
 
 
 def _check_sources(runs: Iterable[Run]) -> None:
-    """Raise FileNotFoundError or ValueError if a source of texts names no file, before a process starts.
-
-    Data sets of the hub are found by the runs.
-    """
+    """Raise FileNotFoundError or ValueError if a source of texts names no file. Runs find data sets of the hub."""
     for data in {run.data for run in runs}:
         mixture = [parse_source(item)[0] for item in data.sources] or [data.source]
         for source in (*mixture, *([] if data.validation is None else [data.validation])):
@@ -159,14 +145,17 @@ class ComparisonPlan:
                 seed is given twice, or an override does not fit.
             FileNotFoundError: a ``recipe.json`` does not exist.
         """
-        _check_overrides(overrides)
+        for key in (override.partition("=")[0] for override in overrides):
+            if key in _OPTIONS:
+                raise ValueError(f"{key} is different for every run of a comparison; set {_OPTIONS[key]} in its place.")
         if len(set(seeds)) < max(1, len(seeds)) or min(seeds, default=0) < 0:
             raise ValueError(f"--seeds must be different whole numbers of at least 0, as 0,1,2; got {list(seeds)}.")
         runs = _variants(_named(recipes), overrides, tuned=tuning is not None)
-        check_same_training(runs)
+        _check_same_training(runs)
         _check_sources(runs.values())
-        parameters = {name: count_parameters(run.model) for name, run in runs.items()}
-        check_parameters(parameters, tolerance)
+        models = {name: meta_model(run.model) for name, run in runs.items()}
+        parameters = {name: sum(x.numel() for x in model.parameters()) for name, model in models.items()}
+        _check_parameters(parameters, tolerance)
         return cls(folder, runs, parameters, tuple(seeds), tuning)
 
     def tuning_runs(self) -> list[Planned]:
@@ -205,11 +194,10 @@ def _named(recipes: Sequence[str]) -> dict[str, Run]:
     """Return runs by name: the recipe's name, or the name of its file; a ``recipe.json`` has its folder's name."""
     found: dict[str, Run] = {}
     for spec in recipes:
-        path = Path(spec).expanduser()
-        run = get_recipe(spec)
-        name = (
-            run.recipe if path.suffix != ".json" else path.stem if path.stem != "recipe" else path.resolve().parent.name
-        )
+        run, path = get_recipe(spec), Path(spec).expanduser()
+        name = run.recipe
+        if path.suffix == ".json":
+            name = path.stem if path.stem != "recipe" else path.resolve().parent.name
         if name in found:
             raise ValueError(f"recipes must have different names; got {name} twice. Rename the file, or its folder.")
         found[name] = run
@@ -248,32 +236,28 @@ def _alternatives(run: Run, override: str) -> list[str]:
     return [override]
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
-    options = {"output": "--out", "seed": "--seeds"}
-    for key in (override.partition("=")[0] for override in overrides):
-        if key in options:
-            raise ValueError(f"{key} is different for every run of a comparison; set {options[key]} in its place.")
-
-
-PLANNED, LOG, LOCK = "planned.json", "log.txt", ".lock"
-"""Files in the folders of a comparison and its runs. Training has another lock in a run's folder."""
-_MOVABLE = ("output", "recipe", "overrides", "sample.prompt")
-"""Fields that may change between calls for the same comparison."""
-
-
 def claim(planned: Planned) -> Path:
     """Write the file that describes the run into its folder and return its path.
 
     Raises:
         ValueError: the folder holds another run, or other files.
     """
-    path = planned.run.folder / PLANNED
+    folder, path = planned.run.folder, planned.run.folder / PLANNED
     if path.is_file():
-        _check_same(planned.run, Run.load(path), path)
-    elif any(not entry.name.startswith(".") for entry in planned.run.folder.glob("*")):
+        wanted, there = flatten(planned.run.to_dict()), flatten(Run.load(path).to_dict())
+        different = [
+            f"{name} ({there.get(name)} there, {wanted.get(name)} now)"
+            for name in {**wanted, **there} if name not in _MOVABLE and wanted.get(name) != there.get(name)
+        ]  # fmt: skip
+        if different:
+            raise ValueError(
+                f"{folder} must hold the run that is asked for; it holds one with another {', '.join(different)}. Ask "
+                "for the same as before, or choose another --out."
+            )
+    elif any(not entry.name.startswith(".") for entry in folder.glob("*")):
         raise ValueError(
-            f"{planned.run.folder} must be empty or hold a run of this comparison, with a {PLANNED}; it holds "
-            "something else. Move it away, or choose another --out."
+            f"{folder} must be empty or hold a run of this comparison, with a {PLANNED}; it holds something else. Move "
+            "it away, or choose another --out."
         )
     with whole_file(path) as temporary:
         planned.run.save(temporary)
@@ -293,17 +277,3 @@ def evaluation_of(run: Run) -> Evaluation | None:
         return None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must be the results of a run; it is not ({error}). Move it away.") from error
-
-
-def _check_same(planned: Run, found: Run, path: Path) -> None:
-    wanted, there = flatten(planned.to_dict()), flatten(found.to_dict())
-    different = [
-        f"{name} ({there.get(name)} there, {wanted.get(name)} now)"
-        for name in {**wanted, **there}
-        if name not in _MOVABLE and wanted.get(name) != there.get(name)
-    ]
-    if different:
-        raise ValueError(
-            f"{path.parent} must hold the run that is asked for; it holds one with another {', '.join(different)}. "
-            "Ask for the same as before, or choose another --out."
-        )

@@ -1,7 +1,4 @@
-"""Results of a comparison: the values of ``comparison.json``, its tables, and the page ``comparison.html``.
-
-All tables and pictures are made from these values, which are the same in memory and in the file.
-"""
+"""Results of a comparison: the values of ``comparison.json``, and all tables, pictures and pages made from them."""
 
 from __future__ import annotations
 
@@ -20,12 +17,11 @@ from rich.table import Table as RichTable
 
 from gecko.eval.results import Interval, over_rows, over_seeds, standard_error
 from gecko.experiments.compare.plan import Planned, evaluation_of, rate_name
-from gecko.experiments.figures import AXES, loss_pictures
+from gecko.experiments.figures import AXES, loss_pictures, methods
 from gecko.experiments.inputs import COMPARISON, COMPARISON_FORMAT
-from gecko.experiments.rows import HELD_OUT, data_words
-from gecko.experiments.table import Model, Row, grouped, methods
-from gecko.io.files import parse_json, whole_file
-from gecko.pages import Cell, LineStyle, Listing, Section, Table, is_page, pairs, settings_tables
+from gecko.experiments.rows import HELD_OUT, Model, Row, data_words, grouped
+from gecko.io.files import parse_json, whole_file, write_text
+from gecko.pages import LineStyle, Listing, Section, Table, is_page, pairs, settings_tables
 from gecko.pages import write_page as write_html
 from gecko.runtime.process import code_name, code_version
 from gecko.train.evaluate import Evaluation
@@ -90,16 +86,14 @@ def _summary(results: Sequence[RunResult], first: Sequence[RunResult]) -> Values
     pairs = [(mine, other) for mine in results for other in first if mine.values["seed"] == other.values["seed"]]
     differences = [mine.evaluation.nats_per_byte - other.evaluation.nats_per_byte for mine, other in pairs]
     interval = over_seeds(losses) if len(results) > 1 else _over_rows(results[0].evaluation)
-    difference_interval = over_seeds(differences)
-    if len(pairs) == 1:
-        difference_interval = _over_rows(pairs[0][0].evaluation, pairs[0][1].evaluation)
+    between = over_seeds(differences) if len(pairs) != 1 else _over_rows(*(one.evaluation for one in pairs[0]))
     return {
         "recipe": own["recipe"], "parameters": own["parameters"], "learning_rate": own["learning_rate"],
         "seeds": [result.values["seed"] for result in results], "nats_per_byte": statistics.fmean(losses),
         "standard_error": standard_error(losses), "interval": interval and asdict(interval),
         "difference": statistics.fmean(differences) if differences else None,
         "difference_seeds": [mine.values["seed"] for mine, _ in pairs],
-        "difference_interval": difference_interval and asdict(difference_interval),
+        "difference_interval": between and asdict(between),
         "seconds": statistics.fmean(result.values["seconds"] for result in results),
         "tokens_per_second": statistics.fmean(result.values["tokens_per_second"] for result in results),
     }  # fmt: skip
@@ -122,17 +116,11 @@ def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Inter
 
 def save(folder: Path, comparison: Values) -> None:
     """Write ``comparison.json`` atomically."""
-    with whole_file(folder / COMPARISON) as temporary:
-        temporary.write_text(json.dumps(comparison, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / COMPARISON, json.dumps(comparison, indent=1) + "\n")
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a comparison may be written to the folder.
-
-    Raises:
-        ValueError: the folder is a training run's, or holds files of the comparison's names that are not a
-            comparison's.
-    """
+    """Raise ValueError if the folder is a run's, or holds files of a comparison's names that are of something else."""
     if (folder / "checkpoints").exists() or (folder / METRICS).exists():
         raise ValueError(f"--out must be a folder for a comparison; {folder} is that of a run. Choose another one.")
     page = folder / PAGE
@@ -164,23 +152,30 @@ def comparison_tables(comparison: Mapping[str, Any], name: str = "") -> list[Tab
         name: name of the comparison, for the titles of a page that shows several.
     """
     of = f"{name}: " if name else ""
-    recipes, tuning = comparison["recipes"], comparison["tuning"]
+    recipes, tuning, runs = comparison["recipes"], comparison["tuning"], comparison["runs"]
+    losses = [
+        [one["recipe"], f"{one['nats_per_byte']:.4f}", _ends(one["interval"], ".4f"),
+         *(("", "") if one["difference"] is None else
+           (f"{one['difference']:+.4f}", _ends(one["difference_interval"], "+.4f")))]
+        for one in recipes
+    ]  # fmt: skip
+    costs = [
+        [one["recipe"], f"{one['parameters']:,}", rate_name(one["learning_rate"]), ", ".join(map(str, one["seeds"])),
+         f"{one['tokens_per_second']:,.0f}", duration(one["seconds"])] for one in recipes
+    ]  # fmt: skip
+    tokens = " or ".join(sorted({f"{run['held_out_tokens']:,}" for run in runs}))
+    intervals = [one[name] for one in recipes for name in ("interval", "difference_interval") if one[name] is not None]
+    note = (
+        f"Over {tokens} held-out tokens per run. Differences: to {comparison['first']}, paired by seed. Intervals: "
+        f"{methods(Interval(**one) for one in intervals)}."
+    )
     tables = [] if not recipes else [
         Table(f"{of}Held-out loss, nats per byte", ["recipe", "mean", "95 % interval", "difference", "95 % interval"],
-              [_loss_line(recipe) for recipe in recipes],
-              [*_verdicts(recipes, comparison["first"]), _loss_note(comparison)]),
+              losses, [*_verdicts(recipes, comparison["first"]), note]),
         Table(f"{of}Training", ["recipe", "parameters", "learning rate", "seeds", "tokens/s", "training time"],
-              [_cost_line(recipe) for recipe in recipes],
-              ["Training time and tokens/s: mean over seeds, of training steps alone."]),
+              costs, ["Training time and tokens/s: mean over seeds, of training steps alone."]),
     ]  # fmt: skip
     return tables if tuning is None else [*tables, _tuning_table(comparison, of)]
-
-
-def _loss_line(recipe: Values) -> list[Cell]:
-    line = [recipe["recipe"], f"{recipe['nats_per_byte']:.4f}", _ends(recipe["interval"], ".4f")]
-    if recipe["difference"] is None:
-        return [*line, "", ""]
-    return [*line, f"{recipe['difference']:+.4f}", _ends(recipe["difference_interval"], "+.4f")]
 
 
 def _verdicts(recipes: Sequence[Values], first: str) -> Iterator[str]:
@@ -203,23 +198,6 @@ def _ends(interval: Values | None, form: str) -> str:
     return "none" if interval is None else f"{interval['low']:{form}} .. {interval['high']:{form}}"
 
 
-def _loss_note(comparison: Mapping[str, Any]) -> str:
-    """Return a note on the number of held-out tokens and the methods of the intervals."""
-    tokens = sorted({f"{run['held_out_tokens']:,}" for run in comparison["runs"]})
-    intervals = [one[name] for one in comparison["recipes"] for name in ("interval", "difference_interval")]
-    return (
-        f"Over {' or '.join(tokens)} held-out tokens per run. Differences: to {comparison['first']}, paired by seed. "
-        f"Intervals: {methods(Interval(**one) for one in intervals if one is not None)}."
-    )
-
-
-def _cost_line(recipe: Values) -> list[Cell]:
-    return [
-        recipe["recipe"], f"{recipe['parameters']:,}", rate_name(recipe["learning_rate"]),
-        ", ".join(map(str, recipe["seeds"])), f"{recipe['tokens_per_second']:,.0f}", duration(recipe["seconds"]),
-    ]  # fmt: skip
-
-
 def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
@@ -229,23 +207,21 @@ def _tuning_table(comparison: Mapping[str, Any], of: str) -> Table:
     tuning = comparison["tuning"]
     found = {(trial["recipe"], trial["learning_rate"]): trial for trial in tuning["trials"]}
     rates, tokens = tuning["learning_rates"], max((trial.get("tokens", 0) for trial in tuning["trials"]), default=0)
-    lines = [
-        [recipe, *(_trial(found.get((recipe, rate)), tuning["chosen"].get(recipe)) for rate in rates)]
-        for recipe in comparison["parameters"]
-    ]
+
+    def cell(recipe: str, rate: float) -> str:
+        trial = found.get((recipe, rate))
+        if trial is None:
+            return ""
+        loss = trial["state"] if trial["nats_per_byte"] is None else f"{trial['nats_per_byte']:.4f}"
+        return f"{loss} *" if rate == tuning["chosen"].get(recipe) else loss
+
     note = (
         f"*: chosen, the lowest. One run each, seed {comparison['seeds'][0]}, over {tokens or 'an unknown number of'} "
         "held-out tokens; no intervals."
     )
     title = f"{of}Tuning: held-out nats per byte after {tuning['steps']:,} steps"
+    lines = [[recipe, *(cell(recipe, rate) for rate in rates)] for recipe in comparison["parameters"]]
     return Table(title, ["recipe", *map(rate_name, rates)], lines, [note])
-
-
-def _trial(trial: Values | None, chosen: float | None) -> str:
-    if trial is None:
-        return ""
-    loss = trial["state"] if trial["nats_per_byte"] is None else f"{trial['nats_per_byte']:.4f}"
-    return f"{loss} *" if trial["learning_rate"] == chosen else loss
 
 
 def plain_table(title: str) -> RichTable:
@@ -286,11 +262,7 @@ def rows_of_comparison(comparison: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def write_page(folder: Path, comparison: Mapping[str, Any]) -> Path:
-    """Write the page, and its pictures as PNG files beside it.
-
-    Raises:
-        ImportError: matplotlib or Jinja is not installed.
-    """
+    """Write the page, and its pictures as PNG files beside it; ImportError without matplotlib or Jinja."""
     remarks = [f"{label}: {state}" for label, state in comparison["unfinished"].items()] + comparison["notes"]
     rows = list(rows_of_comparison(comparison))
     pictures = loss_pictures(rows, lambda recipe, why: remarks.append(f"{recipe}: {why}"), AXES[: len(PICTURES)])
@@ -301,10 +273,18 @@ def write_page(folder: Path, comparison: Mapping[str, Any]) -> Path:
         "Thin lines are seeds, thick lines their means; all points are over the same held-out rows. The final losses "
         "in the tables are over more rows."
     )
+    runs, recipes = comparison["runs"], comparison["recipes"]
+    columns = ["run", "nats per byte", "held-out tokens", "tokens trained on", "skipped steps", "tokens/s",
+               "training time"]  # fmt: skip
+    lines = [
+        [f"{run['recipe']} seed {run['seed']}", f"{run['nats_per_byte']:.4f}", f"{run['held_out_tokens']:,}",
+         f"{run['tokens']:,}", f"{run['skipped_steps']}", f"{run['tokens_per_second']:,.0f}", duration(run["seconds"])]
+        for run in runs
+    ]  # fmt: skip
     models = [pairs(name, flatten(model), folded=True) for name, model in comparison["models"].items()]
     machine = {**comparison["hardware"], "Package": code_name(code_version())}
     sections = [
-        Section("Held-out loss", intro, pictures, [*comparison_tables(comparison), _run_table(comparison)]),
+        Section("Held-out loss", intro, pictures, [*comparison_tables(comparison), Table("Runs", columns, lines)]),
         *([Section("Not finished, and notes", tables=[Table("", (), [[one] for one in remarks], heads=0)])]
           if remarks else []),
         Section("Settings that all runs share", tables=settings_tables(comparison["settings"])),
@@ -312,7 +292,6 @@ def write_page(folder: Path, comparison: Mapping[str, Any]) -> Path:
         Section("Machine and code", tables=[pairs("", machine)]),
         Section("Command", texts=[Listing(comparison["command"])]),
     ]  # fmt: skip
-    runs, recipes = comparison["runs"], comparison["recipes"]
     verdicts = " ".join(_verdicts(recipes, comparison["first"]))
     summary = (
         f"{verdicts} {len(runs)} runs of {runs[0]['tokens']:,} tokens each, of {len(recipes)} recipes; the same texts "
@@ -320,14 +299,3 @@ def write_page(folder: Path, comparison: Mapping[str, Any]) -> Path:
     )
     write_html(folder / PAGE, f"Comparison: {', '.join(comparison['parameters'])}", summary, sections)
     return folder / PAGE
-
-
-def _run_table(comparison: Mapping[str, Any]) -> Table:
-    columns = ["run", "nats per byte", "held-out tokens", "tokens trained on", "skipped steps", "tokens/s",
-               "training time"]  # fmt: skip
-    lines = [
-        [f"{run['recipe']} seed {run['seed']}", f"{run['nats_per_byte']:.4f}", f"{run['held_out_tokens']:,}",
-         f"{run['tokens']:,}", f"{run['skipped_steps']}", f"{run['tokens_per_second']:,.0f}", duration(run["seconds"])]
-        for run in comparison["runs"]
-    ]  # fmt: skip
-    return Table("Runs", columns, lines)

@@ -4,34 +4,66 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gecko.experiments.compare.plan import LOG, ComparisonPlan, Planned, claim, evaluation_of, rate_name
+from gecko.experiments.compare.plan import LOCK, LOG, ComparisonPlan, Planned, claim, evaluation_of, rate_name
 from gecko.experiments.compare.results import duration, plain_table
-from gecko.experiments.compare.worker import DIVERGED
-from gecko.io.files import parse_json, read_lines
-from gecko.train import Run
+from gecko.io.files import locked, parse_json, read_lines
+from gecko.runtime.terminal import visible
+from gecko.train import NonFiniteError, Run, train
 from gecko.train.metrics import METRICS, SESSIONS
 
 _TAIL_BYTES = 1 << 16
+_TAIL_LINES = 12
+_REFRESH_SECONDS = 2.0
+_DISPLAYED = {"train": ("step", "loss", "tokens_per_second"), "validation": ("nats_per_byte",)}
+"""Numbers of a record that the display needs, by its kind."""
+FAILED, DIVERGED = 1, 3
+"""Exit codes: settings or data that cannot be trained on, and a run that stopped after too many skipped steps."""
+State = Literal["waiting", "training", "finished", "diverged", "failed", "stopped"]
 
 
-@dataclass(frozen=True)
-class Progress:
+def work(path: Path) -> int:
+    """Train the run of the file ``path`` as ``gecko train PATH --resume`` does; return the exit code.
+
+    A worker process does this. When its parent ends, which closes the pipe of its standard input, it saves a checkpoint
+    and stops.
+    """
+
+    def stop_with_parent() -> None:
+        os.read(0, 1)  # with sys.stdin this thread would still hold its lock when Python exits
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_with_parent, daemon=True).start()
+    # A worker whose parent was killed may still be saving.
+    with locked(path.parent / LOCK, wait=True):
+        try:
+            train(Run.load(path), resume=True)
+        except NonFiniteError as error:
+            print(visible(str(error)), file=sys.stderr)
+            return DIVERGED
+        except (ValueError, FileExistsError, FileNotFoundError) as error:  # the end of the log is shown to users
+            print(visible(f"error: {error}"), file=sys.stderr)
+            return FAILED
+    return 0
+
+
+class Progress(NamedTuple):
     """Progress of a run."""
 
     step: int = 0
@@ -43,34 +75,24 @@ class Progress:
     """Median over the last steps."""
 
 
-_DISPLAYED = {"train": ("step", "loss", "tokens_per_second"), "validation": ("nats_per_byte",)}
-"""Numbers of a record that the display needs, by its kind."""
-
-
 def progress_of(run: Run) -> Progress:
-    """Return the progress of a run from the end of its metrics."""
-    records = _last_records(run.folder / METRICS)
-    steps = [record for record in records if record["kind"] == "train"]
-    held_out = [record["nats_per_byte"] for record in records if record["kind"] == "validation"]
-    if not steps:
-        return Progress(held_out=held_out[-1] if held_out else None)
-    speed = statistics.median(record["tokens_per_second"] for record in steps[-20:])
-    return Progress(steps[-1]["step"], steps[-1]["loss"], held_out[-1] if held_out else None, speed)
-
-
-def _last_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records in the last 64 KiB of a file; empty if there is no file."""
+    """Return the progress of a run from the last 64 KiB of its metrics."""
     try:
-        with path.open("rb") as file:
+        with (run.folder / METRICS).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
-            content = file.read()
+            lines = file.read().split(b"\n")
     except FileNotFoundError:
-        return []
-    first, *rest = content.split(b"\n")
-    lines = [first, *rest] if size <= _TAIL_BYTES else rest
-    # The last line may be incomplete, because the file is being written.
-    return [record for record in map(_record, lines[:-1]) if record is not None]
+        return Progress()
+    # The last line may be incomplete, because the file is being written; the first one, because the end alone is read.
+    records = [record for line in lines[int(size > _TAIL_BYTES) : -1] if (record := _record(line))]
+    steps = [record for record in records if record["kind"] == "train"]
+    held_out = [record["nats_per_byte"] for record in records if record["kind"] == "validation"]
+    last = held_out[-1] if held_out else None
+    if not steps:
+        return Progress(held_out=last)
+    speed = statistics.median(record["tokens_per_second"] for record in steps[-20:])
+    return Progress(steps[-1]["step"], steps[-1]["loss"], last, speed)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -79,13 +101,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(record, dict) or "kind" not in record:
-        return None
-    return record if all(name in record for name in _DISPLAYED.get(record["kind"], ())) else None
-
-
-State = Literal["waiting", "training", "finished", "diverged", "failed", "stopped"]
-_TAIL_LINES = 12
+    whole = isinstance(record, dict) and "kind" in record
+    return record if whole and all(name in record for name in _DISPLAYED.get(record["kind"], ())) else None
 
 
 class Pool:
@@ -100,7 +117,9 @@ class Pool:
     def __init__(self, planned: Sequence[Planned], jobs: int) -> None:
         self.planned, self.jobs = list(planned), jobs
         self._files = {one.label: claim(one) for one in planned}
-        self.states: dict[str, State] = {one.label: "finished" if self._finished(one) else "waiting" for one in planned}
+        self.states: dict[str, State] = {
+            one.label: "finished" if evaluation_of(one.run) else "waiting" for one in planned
+        }
         """States of the runs by label."""
         self.failures: dict[str, str] = {}
         """Reasons by label of the runs that failed or diverged, with the end of their log."""
@@ -129,13 +148,13 @@ class Pool:
             process.terminate()
         for one, process in self._running.values():
             process.wait()
-            self.states[one.label] = "finished" if self._finished(one) else "stopped"
+            self.states[one.label] = "finished" if evaluation_of(one.run) else "stopped"
         self._running.clear()
 
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for _, process in self._running.values():
             process.kill()
             process.wait()
@@ -147,65 +166,41 @@ class Pool:
         with (one.run.folder / LOG).open("ab") as log:
             # In its own session the worker does not receive Ctrl-C; this process terminates it.
             return Popen(
-                [sys.executable, "-m", "gecko.experiments.compare.worker", str(self._files[one.label])],
+                [sys.executable, "-m", "gecko.experiments.compare.runs", str(self._files[one.label])],
                 stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True, env=environment,
             )  # fmt: skip
 
     def _record(self, one: Planned, process: Popen[bytes]) -> None:
         assert process.stdin is not None
         process.stdin.close()
-        if self._finished(one):
+        if evaluation_of(one.run):
             self.states[one.label] = "finished"
             return
         self.states[one.label] = "diverged" if process.returncode == DIVERGED else "failed"
         how = f"exit code {process.returncode}" if process.returncode else "stopped by another process"
-        self.failures[one.label] = f"{how}; the end of {one.run.folder / LOG}:\n{_tail(one.run.folder / LOG)}"
-
-    @staticmethod
-    def _finished(one: Planned) -> bool:
-        return evaluation_of(one.run) is not None
-
-
-def _tail(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
-    return "\n".join(f"  {line}" for line in lines)
-
-
-_REFRESH_SECONDS = 2.0
+        log = one.run.folder / LOG
+        end = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
+        self.failures[one.label] = "\n  ".join([f"{how}; the end of {log}:", *end])
 
 
 class LiveTable:
-    """Context manager that displays the pool's runs: a live table on a terminal, and one line per ended run."""
+    """Display of the pool's runs: a live table on a terminal, while ``live`` is entered, and a line per ended run."""
 
     def __init__(self, console: Console, pool: Pool, title: str) -> None:
         self._console, self._pool, self._title = console, pool, title
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext()
         self._shown = -math.inf
 
     def update(self, ended: list[Planned]) -> None:
         """Print the results of ended runs, and refresh the table."""
         for one in ended:
-            self._console.print(f"{one.label}: {self._result(one)}")
-        if self._console.is_terminal and (ended or time.monotonic() - self._shown > _REFRESH_SECONDS):
-            self._live.update(self._table(), refresh=True)
+            found = evaluation_of(one.run)
+            loss = "" if found is None else f"held-out loss {found.nats_per_byte:.4f} nats per byte"
+            state = self._pool.states[one.label]
+            self._console.print(f"{one.label}: {state}, {loss or self._pool.failures[one.label]}")
+        if isinstance(self.live, Live) and (ended or time.monotonic() - self._shown > _REFRESH_SECONDS):
+            self.live.update(self._table(), refresh=True)
             self._shown = time.monotonic()
-
-    def __enter__(self) -> LiveTable:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-
-    def _result(self, one: Planned) -> str:
-        state = self._pool.states[one.label]
-        if state == "finished":
-            evaluation = evaluation_of(one.run)
-            assert evaluation is not None
-            return f"finished, held-out loss {evaluation.nats_per_byte:.4f} nats per byte"
-        return f"{state}, {self._pool.failures[one.label]}"
 
     def _table(self) -> Table:
         found = {one.label: progress_of(one.run) for one in self._pool.planned}
@@ -216,16 +211,14 @@ class LiveTable:
         for name in ("step", "loss", "held out", "tokens/s", "left"):
             table.add_column(name, justify="right", no_wrap=True)
         for one in self._pool.planned:
-            table.add_row(one.recipe, one.name, *self._cells(one, found[one.label]))
+            now, state = found[one.label], self._pool.states[one.label]
+            speed = now.tokens_per_second
+            left = duration(_tokens_left(one, now) / speed) if speed else ""
+            table.add_row(
+                one.recipe, one.name, f"{now.step:,}/{one.run.steps:,}", _number(now.loss, ".4f"),
+                _number(now.held_out, ".4f"), _number(speed, ",.0f"), left if state == "training" else state,
+            )  # fmt: skip
         return table
-
-    def _cells(self, one: Planned, progress: Progress) -> list[str]:
-        state = self._pool.states[one.label]
-        return [
-            f"{progress.step:,}/{one.run.steps:,}", _number(progress.loss, ".4f"),
-            _number(progress.held_out, ".4f"), _number(progress.tokens_per_second, ",.0f"),
-            self._time_left(one, progress) if state == "training" else state,
-        ]  # fmt: skip
 
     def _left(self, found: dict[str, Progress]) -> str:
         """Return the estimated time for all runs, at the mean speed of those that were started."""
@@ -236,11 +229,6 @@ class LiveTable:
         tokens = sum(_tokens_left(one, found[one.label]) for one in open_)
         speed = sum(speeds) / len(speeds) * min(self._pool.jobs, len(open_))
         return f", about {duration(tokens / speed)} left"
-
-    @staticmethod
-    def _time_left(one: Planned, progress: Progress) -> str:
-        speed = progress.tokens_per_second
-        return duration(_tokens_left(one, progress) / speed) if speed else ""
 
 
 def _tokens_left(one: Planned, progress: Progress) -> int:
@@ -299,8 +287,7 @@ def machine_notes(planned: Sequence[Planned], hardware: Mapping[str, str]) -> li
     """Return notes on runs of other machines: the page names one, and times on different ones cannot be compared."""
     notes = []
     for one in planned:
-        sessions = read_lines(one.run.folder / SESSIONS, ("hardware",))
-        machines = {_machine(session["hardware"]) for session in sessions}
+        machines = {_machine(session["hardware"]) for session in read_lines(one.run.folder / SESSIONS, ("hardware",))}
         if others := machines - {_machine(hardware)}:
             notes.append(f"{one.label}: trained on {' and '.join(sorted(others))}")
     return notes
@@ -309,3 +296,7 @@ def machine_notes(planned: Sequence[Planned], hardware: Mapping[str, str]) -> li
 def _machine(hardware: Mapping[str, str]) -> str:
     """Return the GPU, or the processor without the number of its cores."""
     return hardware.get("GPU") or hardware["Processor"].partition(",")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(work(Path(sys.argv[1])))

@@ -1,13 +1,10 @@
-"""The page of ``gecko report``: the paper's figures and tables of runs and evaluations, with its published numbers.
-
-The page shows training, comparisons and a section for each kind of evaluation, from rows of the long table; then its
-inputs, what was left out, and the commands that reproduce it.
-"""
+"""The page of ``gecko report``: the paper's figures and tables of runs and evaluations, with its published numbers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
@@ -15,46 +12,36 @@ from typing import Any
 
 from gecko.eval.results import readable
 from gecko.experiments.compare.results import comparison_tables
-from gecko.experiments.compute import compute_part
 from gecko.experiments.figures import (
+    OF_HUNDRED,
+    PERCENT,
+    Unit,
     check_packages,
+    compute_part,
+    counts,
     distance_figure,
     length_figure,
     loss_pictures,
     map_figure,
     panels_figure,
     position_curves,
+    score_table,
+    span,
     within_figure,
 )
 from gecko.experiments.inputs import Inputs, gather
-from gecko.experiments.rows import MEMORY, families, long_table, token_count
-from gecko.experiments.table import (
-    OF_HUNDRED,
-    PERCENT,
-    Row,
-    Unit,
-    by_model,
-    counts,
-    estimate,
-    grouped,
-    score_table,
-    span,
-)
+from gecko.experiments.rows import MEMORY, Row, by_model, estimate, families, grouped, long_table, token_count
 from gecko.pages import Cell, Listing, Picture, Section, Table
 from gecko.pages import write_page as write_html
 from gecko.runtime.process import code_name, code_version
 
 
 def write_page(paths: Sequence[Path], out: Path, command: str) -> Inputs:
-    """Write the report of runs, comparisons and result files as one HTML file, atomically.
+    """Write the report of runs, comparisons and result files, atomically; return what it shows and leaves out.
 
     Args:
-        paths: folders of runs and comparisons, and result files.
-        out: file to write.
+        out: HTML file to write.
         command: command that makes the page, which is shown on it.
-
-    Returns:
-        The inputs of the page, and what it leaves out.
 
     Raises:
         FileNotFoundError, ValueError: as for ``gather``.
@@ -80,10 +67,7 @@ def write_page(paths: Sequence[Path], out: Path, command: str) -> Inputs:
 
 
 def reproduction(inputs: Inputs) -> list[Listing]:
-    """Return commands by code and machine, in the order of the inputs.
-
-    A run that was resumed with other code or on another machine is listed under both.
-    """
+    """Return commands by code and machine; a run that was resumed with others is listed under both."""
     records = [(record, str(record["command"])) for _, record in inputs.comparisons]
     for run in inputs.runs:
         command = str(run.recipe.get("command", "gecko train ..."))
@@ -105,7 +89,11 @@ def build_sections(inputs: Inputs) -> list[Section]:
     """Return the sections that are not empty. What they leave out is added to ``inputs``."""
     by_kind = grouped(long_table(inputs), lambda row: row.evaluation)
     sections = training_section(by_kind["training"], inputs) if "training" in by_kind else []
-    tables = [table for folder, record in inputs.comparisons for table in _comparison(folder, record)]
+    tables: list[Table] = []
+    for folder, record in inputs.comparisons:
+        first, *others = comparison_tables(record, folder.name)
+        unfinished = [f"Not finished: {run} ({state})." for run, state in record["unfinished"].items()]
+        tables += [replace(first, notes=[*first.notes, *record["notes"], *unfinished]), *others]
     if tables:
         intro = "Models trained on the same texts in the same order, with the same optimizer."
         sections.append(Section("Comparison", intro, tables=tables))
@@ -124,7 +112,7 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     """Return the training section, with separate pictures per held-out text, because only their losses compare."""
     groups, models = _by_text(rows), by_model(rows)
     pictures = [picture for group in groups for picture in loss_pictures(group, inputs.leave_out)]
-    computed: list[Table] = []
+    computed = list[Table]()
     ended = [row for row in rows if row.score == "nats per byte"]
     for row in (row for row in ended if "FLOPs" not in row.case):
         inputs.leave_out(row.model.label, "loss by training FLOPs: not known, as where it starts from weights")
@@ -137,7 +125,7 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     intro = "Thick lines: means over seeds at common steps; thin lines: seeds." if several else ""
     if len(groups) > 1:
         intro += " Runs with other texts or tokenizers have their own pictures."
-    finals = [line for mine in models.values() for line in (*_finished(mine), *_unfinished(mine))]
+    finals = [line for mine in models.values() for line in _final_lines(mine)]
     note = (
         "Intervals, 95 %: Student's t over seeds; for one seed a bootstrap over held-out rows, which does not include "
         "the variance between seeds. Between tokenizers compare nats per byte."
@@ -171,23 +159,22 @@ def length_pictures(rows: Sequence[Row]) -> list[Picture]:
     return pictures
 
 
-def _finished(rows: Sequence[Row]) -> list[list[Cell]]:
-    scores = grouped(rows, lambda row: row.score)
-    if "nats per byte" not in scores:
-        return []
-    losses: list[Cell] = []
-    for score in ("nats per byte", "nats per token"):
-        mean, interval = estimate(scores[score])
-        losses.append((readable(mean), span(interval)))
-    found = scores["nats per byte"]
-    seeds = ", ".join(str(row.seed) for row in found)
-    return [[rows[0].model.label, seeds, *losses, (counts(found), "for each seed" if len(found) > 1 else "")]]
-
-
-def _unfinished(rows: Sequence[Row]) -> list[list[Cell]]:
-    open_ = [row for row in rows if row.score == "steps" and row.file.results is None]
-    steps = "; ".join(f"seed {row.seed}: {row.value:,.0f} steps" for row in open_)
-    return [[rows[0].model.label, ("not finished", steps), "", "", ""]] if open_ else []
+def _final_lines(rows: Sequence[Row]) -> list[list[Cell]]:
+    """Return the lines of a model's finished and unfinished runs in the table of final losses."""
+    label, scores, lines = rows[0].model.label, grouped(rows, lambda row: row.score), list[list[Cell]]()
+    if "nats per byte" in scores:
+        losses: list[Cell] = []
+        for score in ("nats per byte", "nats per token"):
+            mean, interval = estimate(scores[score])
+            losses.append((readable(mean), span(interval)))
+        found = scores["nats per byte"]
+        seeds = ", ".join(str(row.seed) for row in found)
+        lines.append([label, seeds, *losses, (counts(found), "for each seed" if len(found) > 1 else "")])
+    open_ = [row for row in scores["steps"] if row.file.results is None]
+    if open_:
+        steps = "; ".join(f"seed {row.seed}: {row.value:,.0f} steps" for row in open_)
+        lines.append([label, ("not finished", steps), "", "", ""])
+    return lines
 
 
 def _model_line(rows: Sequence[Row]) -> list[Cell]:
@@ -200,14 +187,6 @@ def _model_line(rows: Sequence[Row]) -> list[Cell]:
         f"{steps:,}" if steps else "not fixed", f"{run.tokens_before(steps):,}" if steps else "–",
         "–" if rate is None else f"{rate:g}", f"{fmean(speeds):,.0f}" if speeds else "–",
     ]  # fmt: skip
-
-
-def _comparison(folder: Path, record: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of a comparison; its notes and unfinished runs are below the first."""
-    first, *others = comparison_tables(record, folder.name)
-    unfinished = [f"Not finished: {run} ({state})." for run, state in record["unfinished"].items()]
-    notes = [*first.notes, *record["notes"], *unfinished]
-    return [Table(first.title, first.columns, first.rows, notes), *others]
 
 
 def perplexity_section(rows: Sequence[Row], _: Mapping[str, Sequence[Row]]) -> list[Section]:
@@ -345,10 +324,7 @@ TABLES = ("training_loss", "academic", "academic_1b", "scrolls")
 
 
 def published(name: str) -> dict[str, Any]:
-    """Return the content of a file of numbers that the paper prints: one of ``TABLES``, or ``statements``.
-
-    They are for the paper's own models, data and scale.
-    """
+    """Return numbers that the paper prints, of its own models, data and scale: one of ``TABLES``, or ``statements``."""
     file = resources.files("gecko.experiments.report") / "published" / f"{name}.json"
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
