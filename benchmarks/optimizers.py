@@ -109,10 +109,9 @@ def main() -> None:
         "AdamW's rate.",
         table(["optimizer", "steps|,", "rate|g", "final loss, mean|.4f", "of each seed"], results),
         f"With {PART:.0%} of the steps, Muon's final loss is "
-        f"{'at most that of AdamW' if above <= 0 else f'{above:.4f} above that of AdamW'}. " + (
-            "Within the run of all steps, whose rate is still high then, its curve does not reach AdamW's last loss."
-            if reached is None else f"Within the run of all steps, its curve reaches AdamW's last loss in step {reached}."
-        ),
+        f"{'at most that of AdamW' if above <= 0 else f'{above:.4f} above that of AdamW'}. Within the run of all "
+        + ("steps, whose rate is still high then, its curve does not reach AdamW's last loss." if reached is None
+           else f"steps, its curve reaches AdamW's last loss in step {reached}."),
         "Curves, mean of the seeds, on fewer rows than the final losses:",
         table(["step|,", "AdamW|.4f", "Muon|.4f", "AdamW, float8 emulated|.4f"],
               ((step, *(curve[step] for curve in curves)) for step in shown)),

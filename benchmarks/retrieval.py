@@ -13,7 +13,6 @@ paths are relative to the current folder, which must be the same for all command
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 
 import kept
 import torch
+from measuring import parsed, parser_of, table
 
 from gecko import Gecko, load
 from gecko.data import load_tokenizer
@@ -36,6 +36,7 @@ from gecko.eval.results import Results, Score, share, wilson
 from gecko.eval.scored_model import describe_model
 from gecko.eval.synthetic import SyntheticBatch, hits_by_distance
 from gecko.inference.prefill import inference
+from gecko.io.checkpoints import checkpoint_step
 from gecko.io.files import whole_file
 from gecko.ops.loss import IGNORED
 from gecko.train import latest_checkpoint
@@ -190,10 +191,7 @@ def ask(setting: Setting, models: Sequence[str], at: int | None, seed: int) -> N
         if checkpoint is None or not checkpoint.exists():
             continue
         model, tokenizer = load(checkpoint), load_tokenizer("bytes")
-        steps, run = (
-            int(checkpoint.name.rsplit("-", 1)[-1]),
-            json.loads((checkpoint / "recipe.json").read_text("utf-8")),
-        )
+        steps, run = checkpoint_step(checkpoint), json.loads((checkpoint / "recipe.json").read_text("utf-8"))
         scores = [score for test in setting.tests for score in _scores(model, setting, *test)]
         settings = {
             "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "guessing": 1 / VALUES,
@@ -250,48 +248,34 @@ def _description(setting: Setting) -> str:
 def page() -> str:
     """Return the results as Markdown tables."""
     found = [kept.read(name) for name in kept.names("retrieval")]
-    lines = [
+    found.sort(key=lambda one: (one["settings"]["steps"], list(MODELS).index(one["model"]), one["seed"]))
+    parts = [
         "# Retrieval past the attention window",
-        "",
-        "Made by `python benchmarks/retrieval.py page` of `../scores.csv.gz`; `../results.csv` has commands, hardware "
-        "and versions. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
-        "Each row is one model: another seed may differ by more.",
-        "",
+        "Made by `python benchmarks/retrieval.py page` of `../scores.csv.xz`; `../results.csv.xz` has commands, "
+        "hardware and versions. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its "
+        "question. Each row is one model: another seed may differ by more.",
     ]
     for setting in SETTINGS.values():
-        lines += [f"## Chunks of {setting.chunk}", "", _description(setting), ""]
-        records = [record for record in found if record["settings"]["chunk"] == setting.chunk]
-        records.sort(key=_order)
+        parts += [f"## Chunks of {setting.chunk}", _description(setting)]
         for length, asked in setting.tests:
-            tested = [one for one in records if any(score["where"]["length"] == length for score in one["scores"])]
-            lines += _table(tested, setting, (length, asked)) if tested else []
-    return "\n".join(lines)
+            bands = [band for band in BANDS if setting.chunk * band[0] < length]
+            rows = []
+            for record in found:
+                scores = [one for one in record["scores"] if one["where"]["length"] == length]
+                if scores and record["settings"]["chunk"] == setting.chunk:
+                    cells = [
+                        _cell([one for one in scores if one["where"]["needles"] == asked], *band) for band in bands
+                    ]
+                    rows.append((record["model"], record["seed"], record["settings"]["steps"], *cells))
+            if rows:
+                columns = ["model", "seed|d", "steps|d", *(f"{low} to {high} chunks|>" for low, high in bands)]
+                parts += [f"### Documents of {length:,} bytes, needles: {asked}", table(columns, rows)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _order(record: dict[str, Any]) -> tuple[int, int, int]:
-    return record["settings"]["steps"], list(MODELS).index(record["model"]), record["seed"]
-
-
-def _table(records: Sequence[dict[str, Any]], setting: Setting, test: tuple[int, int]) -> Iterator[str]:
-    bands = [band for band in BANDS if setting.chunk * band[0] < test[0]]
-    yield f"### Documents of {test[0]:,} bytes, needles: {test[1]}"
-    yield ""
-    yield "| model | seed | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
-    yield "|---|---:|---:|" + "---:|" * len(bands)
-    for record in records:
-        cells = [_cell(record["scores"], test, band) for band in bands]
-        first = record["model"], str(record["seed"]), str(record["settings"]["steps"])
-        yield f"| {' | '.join([*first, *cells])} |"
-    yield ""
-
-
-def _cell(scores: Sequence[dict[str, Any]], test: tuple[int, int], band: tuple[int, int]) -> str:
-    places = ((*score["where"].values(), score) for score in scores)
-    inside = [
-        score for length, asked, chunks, score in places if (length, asked) == test and band[0] <= chunks <= band[1]
-    ]
-    total = sum(score["n"] for score in inside)
-    if not total:
+def _cell(scores: Sequence[dict[str, Any]], low: int, high: int) -> str:
+    inside = [score for score in scores if low <= score["where"]["chunks"] <= high]
+    if not (total := sum(score["n"] for score in inside)):
         return "none"
     hits = sum(round(score["value"] * score["n"]) for score in inside)
     interval = wilson(hits, total)
@@ -299,23 +283,23 @@ def _cell(scores: Sequence[dict[str, Any]], test: tuple[int, int], band: tuple[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, write=False, books=("books/train", "a folder of books to train on"),
+        held_out=("books/held_out", "a folder of others to ask in"), seed=(0, "of weights and of the order of rows"),
+        steps=(400, f"train: of {ROWS} rows of {TRAINED_CHUNKS} chunks"),
+    )  # fmt: skip
     parser.add_argument("part", choices=("documents", "train", "ask", "page"))
     parser.add_argument("--chunk", type=int, choices=SETTINGS, default=8, help="chunk size of models and documents")
-    parser.add_argument("--books", default="books/train", help="a folder of books to train on")
-    parser.add_argument("--held-out", default="books/held_out", help="a folder of others to ask in")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
     parser.add_argument("--at", type=int, help="ask: after this many steps (a multiple of 50), not after the last")
-    parser.add_argument("--steps", type=int, default=400, help=f"train: of {ROWS} rows of {TRAINED_CHUNKS} chunks")
-    arguments = parser.parse_args()
-    setting = SETTINGS[arguments.chunk]
-    if arguments.part == "documents":
-        write_documents(setting, Path(arguments.books), Path(arguments.held_out))
-    elif arguments.part == "train":
-        train(setting, arguments.models, arguments.steps, arguments.seed, arguments.books, arguments.held_out)
-    elif arguments.part == "ask":
-        ask(setting, arguments.models, arguments.at, arguments.seed)
+    given = parsed(parser)
+    setting = SETTINGS[given.chunk]
+    if given.part == "documents":
+        write_documents(setting, Path(given.books), Path(given.held_out))
+    elif given.part == "train":
+        train(setting, given.models, given.steps, given.seed, given.books, given.held_out)
+    elif given.part == "ask":
+        ask(setting, given.models, given.at, given.seed)
     else:
         (FOLDER / "README.md").write_text(page(), encoding="utf-8")
         print(page())
