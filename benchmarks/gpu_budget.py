@@ -1,7 +1,7 @@
 """What the kernels can reach on an H200, predicted from their compiled code. No GPU is needed.
 
-    python benchmarks/gpu_budget.py --write           # writes gpu_budget.md and gpu_budget.csv in benchmarks/results
-    python benchmarks/gpu_budget.py --steps --write   # gpu_budget.csv only, with the kernels of a training step
+    python benchmarks/gpu_budget.py --write           # writes gpu_budget.md and gpu_budget.csv.xz in benchmarks/results
+    python benchmarks/gpu_budget.py --steps --write   # gpu_budget.csv.xz only, with the kernels of a training step
 
 Every launch of every operator is recorded at the shapes of models, compiled for sm_90 and disassembled.
 ``launch_costs.py`` has the arithmetic.
@@ -10,6 +10,7 @@ Every launch of every operator is recorded at the shapes of models, compiled for
 from __future__ import annotations
 
 import csv
+import lzma
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -90,7 +91,7 @@ def steps(names: list[str]) -> Iterator[tuple[object, ...]]:
         by_name = grouped(costs(_step(GeckoConfig.preset(preset))), lambda cost: cost.name)
         for name, group in by_name.items():
             sums = (sum(getattr(cost, field) for cost in group) for field in ("seconds", "bytes", "flops"))
-            yield f"{preset}, {LENGTH:,} tokens", name, len(group), *(f"{x:.6g}" for x in sums)
+            yield f"{preset}, {LENGTH:,} tokens", name, len(group), *(f"{x:.10g}" for x in sums)
 
 
 def _step(config: GeckoConfig) -> Callable[[], None]:
@@ -142,7 +143,7 @@ def main() -> None:
     for step, lines in grouped(found, lambda line: line[0]).items():
         print(f"{step}: {1e3 * sum(float(seconds) for *_, seconds, _, _ in lines):.2f} ms predicted")
     if given.write:
-        with PREDICTIONS.open("w", encoding="utf-8", newline="") as file:
+        with lzma.open(PREDICTIONS, "wt", preset=9, encoding="utf-8", newline="") as file:
             columns = "step", "kernel", "launches", "seconds", "bytes", "flops"
             csv.writer(file, lineterminator="\n").writerows([columns, *found])
 

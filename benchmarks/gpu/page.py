@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import lzma
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from gpu.record import Record, Row
 from gpu.training import CAPTURED_STEP, LLAMA
 from gpu.variants import AHEAD, won
 
-PREDICTIONS = Path(__file__).parents[1] / "results" / "gpu_budget.csv"
+PREDICTIONS = Path(__file__).parents[1] / "results" / "gpu_budget.csv.xz"
 """Predictions of ``gpu_budget.py`` for each kernel of the steps."""
 
 
@@ -151,8 +152,10 @@ def _variants(rows: list[Row]) -> list[Row]:
 
 def _kernels(rows: list[Row], rates: Row) -> list[Row]:
     """Add what is predicted for the step; the kernels that take longest come first."""
-    lines = csv.DictReader(PREDICTIONS.read_text(encoding="utf-8").splitlines() if PREDICTIONS.exists() else [])
-    of = {x["kernel"]: x for x in lines if x["step"] == rows[0]["step"]}
+    of: dict[str, Any] = {}
+    if PREDICTIONS.exists():
+        with lzma.open(PREDICTIONS, "rt", encoding="utf-8") as file:
+            of = {x["kernel"]: x for x in csv.DictReader(file) if x["step"] == rows[0]["step"]}
     whole = {key: sum(x[key] for x in rows) for key in ("launches", "seconds")}
     for x in rows:
         x["part"] = x["seconds"] / whole["seconds"]
