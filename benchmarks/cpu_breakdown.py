@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -97,39 +98,20 @@ def named_parts(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if type(module) in MODULES:
-                stack.enter_context(_named_module(module, MODULES[type(module)]))
+                named = _named(module.forward, MODULES[type(module)])
+                stack.enter_context(patch.object(module, "forward", named))
         for target, part in FUNCTIONS.items():
-            stack.enter_context(_named_function(target, part))
+            stack.enter_context(patch(target, _named(resolve_name(target), part)))
         yield
 
 
-@contextmanager
-def _named_module(module: nn.Module, part: str) -> Iterator[None]:
-    open_ranges: list[record_function] = []
-
-    def begin(*_: Any) -> None:
-        open_ranges.append(record_function(_PREFIX + part))
-        open_ranges[-1].__enter__()
-
-    def end(*_: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
-
-    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def _named_function(target: str, part: str) -> Any:
-    package, _, name = target.rpartition(".")
-    function = getattr(__import__(package, fromlist=[name]), name)
-
+def _named(function: Callable[..., Any], part: str) -> Callable[..., Any]:
     @wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
         with record_function(_PREFIX + part):
             return function(*args, **kwargs)
 
-    return patch(target, named)
+    return named
 
 
 def shares(events: list[Any]) -> tuple[Counter[tuple[str, str]], Counter[str]]:

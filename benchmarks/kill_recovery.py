@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,18 +65,11 @@ def small_run(folder: Path, steps: int) -> Run:
         chunk_size=8, timestep_groups=4,
     )  # fmt: skip
     return Run(
-        model=model,
-        output=str(folder),
-        data=DataSettings(source=str(source), validation_fraction=0.2),
-        batch_size=4,
-        sequence_length=64,
-        steps=steps,
-        optimizer=OptimizerSettings(learning_rate=5e-3),
+        model=model, output=str(folder), data=DataSettings(source=str(source), validation_fraction=0.2), batch_size=4,
+        sequence_length=64, steps=steps, optimizer=OptimizerSettings(learning_rate=5e-3),
         evaluation=EvaluationSettings(every=max(1, steps // 4), rows=4, final_rows=8),
-        checkpoint=CheckpointSettings(every=7, keep=2),
-        sample=SampleSettings(prompt="red ", tokens=5),
-        threads=1,
-    )
+        checkpoint=CheckpointSettings(every=7, keep=2), sample=SampleSettings(prompt="red ", tokens=5), threads=1,
+    )  # fmt: skip
 
 
 class Job:
@@ -134,26 +127,23 @@ def kill_at_random(job: Job, kills: int, steps: int, seed: int) -> list[Kill]:
         if starting:
             time.sleep(choose.uniform(0.5, 6.0))
         else:
-            _wait_for_step(job, moment)
+            wait_until(lambda: job.step() >= moment, job)  # noqa: B023
             time.sleep(choose.uniform(0.0, 0.1))
         done.append(_kill_one(job, choose, "starting" if starting else "training"))
     return done
 
 
-def _wait_for_step(job: Job, step: int) -> None:
+def wait_until(happened: Callable[[], object], job: Job) -> None:
     end = time.monotonic() + PATIENCE
-    while job.step() < step:
+    while not happened():
         if not job.running or time.monotonic() > end:
             raise RuntimeError(f"the job did not come back:\n{job.log.read_text()[-4000:]}")
         time.sleep(0.01)
 
 
 def _kill_one(job: Job, choose: random.Random, phase: str) -> Kill:
-    end = time.monotonic() + PATIENCE
-    while not (workers := job.workers()):
-        if time.monotonic() > end:
-            raise RuntimeError("the job has no processes.")
-        time.sleep(0.01)
+    wait_until(job.workers, job)
+    workers = job.workers()
     step, checkpoint, resumptions = job.step(), job.newest_checkpoint(), len(job.resumptions())
     rank = choose.randrange(len(workers))
     workers[rank].send_signal(signal.SIGKILL)

@@ -171,8 +171,8 @@ def peak() -> int:
 
 @contextmanager
 def serving(folder: Path, *options: str, threads: int = 1) -> Iterator[tuple[psutil.Popen, int]]:
-    """Serve the model in ``folder``, which reads bytes; yield the process, which is killed at the end, and its port."""
-    command = [sys.executable, "-m", "gecko", "serve", str(folder), "--tokenizer", "bytes", "--port", "0", *options]
+    """Serve the model in ``folder``; yield the process, which is killed at the end, and its port."""
+    command = [sys.executable, "-m", "gecko", "serve", str(folder), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:

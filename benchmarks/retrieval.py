@@ -50,8 +50,8 @@ KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VALUES = 10
 PAIRS = 1, 4
 """Range of the number of different needles in a training document."""
-TRAINED_CHUNKS, TESTED_CHUNKS = 16, (16, 64, 256)
-"""Lengths of a training document, which is one row, and of test documents."""
+TRAINED, TRAINED_CHUNKS, TESTED_CHUNKS = 32_000, 16, (16, 64, 256)
+"""Number of training documents, the length of one, which is a row, and lengths of test documents."""
 TESTED = {1: 400, 4: 300}
 """Number of test documents per length by their number of needles. In a test document each needle occurs twice, so that
 it has one distance."""
@@ -64,8 +64,6 @@ class Setting:
     """Chunk size of the models, and the documents that fit it. Attention sees at most two chunks."""
 
     chunk: int
-    trained: int
-    """Number of training documents."""
     mentions: tuple[int, int]
     """Range of how often a needle occurs in a training document."""
 
@@ -87,7 +85,7 @@ class Setting:
         return self.runs / f"test-{length}-{asked}.jsonl"
 
 
-SETTINGS = {8: Setting(8, 32_000, (2, 6)), 64: Setting(64, 32_000, (2, 12))}
+SETTINGS = {8: Setting(8, (2, 6)), 64: Setting(64, (2, 12))}
 """By chunk size. With 8 a short row has many distances beyond the window; 64 is the chunk size of the recipes."""
 
 MODELS: dict[str, tuple[str, ...]] = {
@@ -105,17 +103,16 @@ BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63), (64, 127), (128, 2
 """Ranges of chunks between answer and question; from 2 on, attention of one layer does not see the answer."""
 
 
-@dataclass(frozen=True)
-class Document:
-    text: str
-    questions: list[tuple[int, int]]
-    """(place of the answer, place of the same digit before), in characters."""
+def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, rng: random.Random) -> dict[str, Any]:
+    """Return prose of one of the texts with needles, each ``mentions`` times.
 
-
-def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, rng: random.Random) -> Document:
-    """Return prose of one of the texts with needles, each ``mentions`` times."""
+    The questions are (place of the answer, place of the same digit before), in characters.
+    """
     needles = [NEEDLE.format(key=key, value=rng.randrange(VALUES)) for key in rng.sample(KEYS, pairs)]
-    prose = _prose(texts, characters - mentions * sum(map(len, needles)), rng)
+    length = characters - mentions * sum(map(len, needles))
+    text = rng.choice([text for text in texts if len(text) > length])
+    first = rng.randrange(len(text) - length)
+    prose = text[first : first + length]
     order = [*range(pairs)] * mentions
     rng.shuffle(order)
     parts, seen, questions, written, last = [], dict[int, int](), [], 0, 0
@@ -126,13 +123,7 @@ def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, r
             questions.append((place, seen[needle]))
         seen[needle] = place
         written, last = written + cut - last + len(needles[needle]), cut
-    return Document("".join([*parts, prose[last:]]), questions)
-
-
-def _prose(texts: Sequence[str], characters: int, rng: random.Random) -> str:
-    text = rng.choice([text for text in texts if len(text) > characters])
-    first = rng.randrange(len(text) - characters)
-    return text[first : first + characters]
+    return {"text": "".join([*parts, prose[last:]]), "questions": questions}
 
 
 def read_books(folder: Path) -> list[str]:
@@ -147,7 +138,7 @@ def read_books(folder: Path) -> list[str]:
 def write_documents(setting: Setting, train: Path, held_out: Path) -> None:
     """Write ``train.jsonl``, and from held-out books a file per length and number of needles."""
     rng, texts = random.Random("train"), read_books(train)
-    sizes = ((rng.randint(*PAIRS), rng.randint(*setting.mentions)) for _ in range(setting.trained))
+    sizes = ((rng.randint(*PAIRS), rng.randint(*setting.mentions)) for _ in range(TRAINED))
     _write(setting.runs / "train.jsonl", [document(texts, setting.length - 2, *size, rng) for size in sizes])
     texts = read_books(held_out)
     for length, asked in setting.tests:
@@ -156,10 +147,10 @@ def write_documents(setting: Setting, train: Path, held_out: Path) -> None:
         _write(setting.test_file(length, asked), documents)
 
 
-def _write(path: Path, documents: Sequence[Document]) -> None:
+def _write(path: Path, documents: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
-        temporary.write_text("".join(json.dumps(vars(one)) + "\n" for one in documents), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
 
 
 def run_folder(setting: Setting, name: str, seed: int) -> Path:

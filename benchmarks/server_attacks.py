@@ -201,7 +201,8 @@ def settle(port: int) -> None:
 def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Popen, int]]:
     """Start a server of the model in ``folder``; yield its process and its port."""
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    with serving(folder, "--name", "attacked", "--prefix-cache", "0", threads=threads) as (process, port):
+    options = "--tokenizer", "bytes", "--name", "attacked", "--prefix-cache", "0"
+    with serving(folder, *options, threads=threads) as (process, port):
         # The first request of a process loads code.
         complete({"prompt": "abc", "max_tokens": 3})(port)
         yield process, port

@@ -89,8 +89,7 @@ class Work(NamedTuple):
         return f"{(self.prompt_tokens * rates.read + self.new_tokens * rates.step) / self.cpu:.0%}"
 
 
-@dataclass(frozen=True)
-class Manner:
+class Manner(NamedTuple):
     """How clients behave."""
 
     leaving: float
@@ -105,8 +104,7 @@ CLOSED_LOOP = Manner(0, 0, 0)
 LEAVING = Manner(1 / 3, 0.25, 0.2)
 
 
-@dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """One request as seen by its client; times in seconds."""
 
     length: int
@@ -373,7 +371,7 @@ def main() -> int:
         model=(None, "a folder with a model of bytes, instead of a new tiny one"),
     ))  # fmt: skip
     keep_freed_memory()
-    options = "--name", "load", "--rows", str(given.rows), "--prefix-cache", str(PREFIX_CACHE)
+    options = "--tokenizer", "bytes", "--name", "load", "--rows", str(given.rows), "--prefix-cache", str(PREFIX_CACHE)
     seconds, closed, left = 60 * given.minutes, Load(), Load()
     with model_folder(given) as folder:
         model = gecko.load(folder).eval()

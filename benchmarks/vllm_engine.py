@@ -48,22 +48,17 @@ def write_models(folder: Path, preset: str) -> dict[str, int]:
     model = gecko.Gecko(config)
     model.save(folder / "gecko")
     count = size_of(model)
-    heads, width, vocabulary = config.num_heads, config.model_dim, config.vocab_size
+    width, vocabulary = config.model_dim, config.vocab_size
     sizes = {"gecko": count}
     for name, build in (("llama", _llama), ("mamba2", _mamba2)):
-        layers = max(1, round((count - 2 * vocabulary * width) / _per_layer(build, width, heads, vocabulary)))
-        other = build(width, heads, vocabulary, layers)
+        one, two = (size_of(build(width, vocabulary, layers)) for layers in (1, 2))
+        other = build(width, vocabulary, max(1, round((count - 2 * vocabulary * width) / (two - one))))
         other.save_pretrained(folder / name)
         sizes[name] = size_of(other)
     return sizes
 
 
-def _per_layer(build: Callable[..., Any], width: int, heads: int, vocabulary: int) -> int:
-    one, two = (size_of(build(width, heads, vocabulary, layers)) for layers in (1, 2))
-    return two - one
-
-
-def _llama(width: int, heads: int, vocabulary: int, layers: int) -> Any:
+def _llama(width: int, vocabulary: int, layers: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=-(-width * 8 // 3 // 64) * 64,
         num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64,
@@ -71,7 +66,7 @@ def _llama(width: int, heads: int, vocabulary: int, layers: int) -> Any:
     ))  # fmt: skip
 
 
-def _mamba2(width: int, heads: int, vocabulary: int, layers: int) -> Any:
+def _mamba2(width: int, vocabulary: int, layers: int) -> Any:
     return Mamba2ForCausalLM(Mamba2Config(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_heads=2 * width // 64, head_dim=64,
         state_size=128, expand=2, n_groups=1, tie_word_embeddings=False,
