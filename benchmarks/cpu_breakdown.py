@@ -42,7 +42,7 @@ MODULES: dict[type[nn.Module], str] = {
 FUNCTIONS = {
     "gecko.layers.gated_attention.project": "linear layers",
     "gecko.layers.gated_attention.chunk_attention": "chunk attention",
-    "gecko.layers.gated_attention.working_memory": "working memory",
+    "gecko.layers.gated_attention.start_working_memory": "working memory",
     "gecko.models.gecko.linear_cross_entropy": "head and loss",
 }
 REST = "gates, queries and keys, sums"

@@ -60,7 +60,7 @@ def parser_of(
         kind = str if default in (None, []) else type(default[0] if several else default)
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, help=text,
-            nargs=("+" if default else "*") if several else None,
+            nargs="*" if several else None,
         )  # fmt: skip
     return parser
 
