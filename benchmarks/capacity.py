@@ -24,7 +24,6 @@ seeds 1 to 3 of every form in these cells answer.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from measuring import parser_of, table
 from tables import CODE, DEVICE, WHERE, Interval, Table, arguments, best, over_seeds, processor, rows_of
 from torch import Tensor, nn
 
@@ -322,26 +322,24 @@ def page() -> str:
     ended = [form for form in FORMS if found(form)]
     if not ended:
         return "Not run yet.\n"
-    lines = [
-        *(["![Recall by bytes of state](pictures/memory_capacity.svg)", ""] if found(PAPER) else []),
-        f"| recall, mean of key widths {', '.join(map(str, WIDTHS))} | {' | '.join(f'{n} pairs' for n in PAIRS)} | runs"
-        " | less the paper's, 95 % over seeds |",
-        f"|---|{'---:|' * (len(PAIRS) + 1)}---|",
-    ]
+    rows = []
     for form in ended:
         cells = found(form)
         means = [[fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs] for pairs in PAIRS]
-        shown = [f"{fmean(values):.3f}" if values else "not run" for values in means]
+        shown = [fmean(values) if values else "not run" for values in means]
         change = difference(form, PAPER) if form != PAPER else None
-        interval = "" if change is None else change[0].shown(3)
-        lines.append(f"| {form} | {' | '.join(shown)} | {sum(map(len, cells.values()))} | {interval} |")
-    return "\n".join(lines) + "\n"
+        rows.append((form, *shown, sum(map(len, cells.values())), None if change is None else change[0].shown(3)))
+    columns = [
+        f"recall, mean of key widths {', '.join(map(str, WIDTHS))}", *(f"{n} pairs|.3f" for n in PAIRS), "runs|d",
+        "less the paper's, 95 % over seeds",
+    ]  # fmt: skip
+    picture = "![Recall by bytes of state](pictures/memory_capacity.svg)\n\n" * bool(found(PAPER))
+    return picture + table(columns, rows) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=False, steps=(STEPS, "fewer for a trial; with --results elsewhere"))
     parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM")
-    parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial; with --results elsewhere")
     given = arguments(parser)
     parts: tuple[Callable[[], Iterator[Cell]], ...] = (
         lambda: (Cell(form, *MIDDLE, 0, rate, "tuning", given.steps) for form in given.only for rate in RATES),

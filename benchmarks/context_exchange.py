@@ -14,13 +14,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measuring import machine, parser_of, publish
+from measuring import parsed, parser_of, publish, table
 from torch import Tensor
 
 from gecko.config import GeckoConfig
@@ -111,26 +111,8 @@ class Waiting:
 Work = dist.Work | Waiting
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What one rank sends in a pass over the model, and the seconds that the pass takes under each of ``DELAYS``."""
-
-    sent: int
-    batches: int
-    seconds: tuple[float, ...]
-
-    def __sub__(self, other: Pass) -> Pass:
-        seconds = tuple(a - b for a, b in zip(self.seconds, other.seconds, strict=True))
-        return Pass(self.sent - other.sent, self.batches - other.batches, seconds)
-
-    @property
-    def slope(self) -> float:
-        """Return the number of delays that the pass waits for, from the shortest and the longest delay."""
-        return (self.seconds[-1] - self.seconds[0]) / (DELAYS[-1] - DELAYS[0])
-
-
 def passes_on_rank(rank: int, ranks: int, config: GeckoConfig, checkpointing: str, folder: str) -> None:
-    """Write forward and backward ``Pass`` of this rank to ``folder``."""
+    """Write to ``folder`` what this rank sends and its batches, and the seconds of each round, forward and backward."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -140,89 +122,72 @@ def passes_on_rank(rank: int, ranks: int, config: GeckoConfig, checkpointing: st
     model = Gecko(config)
     model.activation_checkpointing = checkpointing
     tokens = torch.randint(config.vocab_size, (1, CHUNKS * config.chunk_size))
-    counts, times = [], []
+    found = []
     for line.delay in (0.0, *(delay for delay in DELAYS for _ in range(ROUNDS))):
         dist.barrier()
-        before = line.sent, line.batches, time.perf_counter()
+        marks = [(line.sent, line.batches, time.perf_counter())]
         loss = model.loss(tokens, tokens, context=group)
-        middle = line.sent, line.batches, time.perf_counter()
+        marks.append((line.sent, line.batches, time.perf_counter()))
         loss.backward()
-        after = line.sent, line.batches, time.perf_counter()
-        both = (before, middle), (middle, after)
-        counts.append([(end[0] - begin[0], end[1] - begin[1]) for begin, end in both])
-        times.append([end[2] - begin[2] for begin, end in both])
-    least = [min(column) for delay in range(len(DELAYS)) for column in zip(*_rounds(times, delay), strict=True)]
-    torch.save([Pass(*counts[0][i], tuple(least[i::2])) for i in range(2)], f"{folder}/{rank}")
+        marks.append((line.sent, line.batches, time.perf_counter()))
+        found.append(np.diff(marks, axis=0))
+    np.save(f"{folder}/{rank}.npy", found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _rounds(times: list[list[float]], delay: int) -> list[list[float]]:
-    """Return the times of the rounds with one of ``DELAYS``; the first of all rounds is not timed."""
-    return times[1 + delay * ROUNDS : 1 + (delay + 1) * ROUNDS]
+def per_layer(config: GeckoConfig, ranks: int, checkpointing: str) -> np.ndarray:
+    """Return bytes, batches and delays waited for of every rank, forward and backward (ranks, 2, 3), for one layer.
 
-
-def per_layer(config: GeckoConfig, ranks: int, checkpointing: str) -> list[list[Pass]]:
-    """Return forward and backward of every rank for one layer, as the difference of two layers and one."""
+    It is the difference of two layers and one. The least of the rounds counts; the first one is not timed.
+    """
     totals = []
     for layers in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (ranks, replace(config, num_layers=layers), checkpointing, folder)
+            arguments = ranks, replace(config, num_layers=layers), checkpointing, folder
             mp.spawn(passes_on_rank, arguments, nprocs=ranks)
-            totals.append([torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)])
-    return [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(*totals, strict=True)]
-
-
-def report(ranks_tried: Sequence[int]) -> list[str]:
-    tiny, large = GeckoConfig.preset("tiny"), GeckoConfig.preset("gecko-7b")
-    bytes_sent, waits = [], []
-    sizes = Sizes.of(tiny, 4, 4)
-    for ranks in ranks_tried:
-        for checkpointing in ("none", "full"):
-            counted = per_layer(tiny, ranks, checkpointing)
-            forward, backward = (list(column) for column in zip(*counted, strict=True))
-            sent = sum(x.sent for x in forward), sum(x.sent for x in backward)
-            if sent != (sizes.sent(ranks), sizes.sent(ranks)):
-                raise RuntimeError(f"the formula gives {sizes.sent(ranks)} bytes; counted {sent}.")
-            slopes = (max(x.slope for x in some) for some in (forward, backward))
-            waits.append(f"| {ranks} | {checkpointing} | {forward[0].batches} | {backward[0].batches} | "
-                         + " | ".join(f"{slope:.1f}" for slope in slopes) + " |")  # fmt: skip
-        busiest, least = max(x.sent for x in forward), sizes.minimum(ranks)
-        bytes_sent.append(f"| {ranks} | {sent[0]:,} | {sent[1]:,} | {sizes.sent(ranks):,} | {busiest:,} | {least:,} | "
-                          f"{sent[0] / least:.3f} |")  # fmt: skip
-    delays = " and ".join(f"{1e3 * delay:.0f}" for delay in DELAYS)
-    lines = [
-        "# Exchanges between the ranks of a context group", "",
-        f"{date.today()}, {machine()}. Command: `python benchmarks/context_exchange.py --write`.", "",
-        "One layer, one row, one direction; backward sends as many bytes the other way. “Least” is (ranks − 1) × what "
-        "a border must carry: the last chunk's z and values, and in full precision the final moving average and norm, "
-        "one affine map and log z. The term of the map, most of its bytes, is sent in the dtype of the values.", "",
-        "## Batches and delays: tiny, float32", "",
-        f"A batch is one call of `batch_isend_irecv`. “Delays waited for” is the time that a layer takes longer with "
-        f"sends delayed by {delays} ms, divided by the difference of the delays; the least of {ROUNDS} rounds of the "
-        "slowest rank.", "",
-        "| ranks | activation checkpointing | batches, forward | batches, backward | delays waited for, forward | "
-        "delays waited for, backward |",
-        "|---:|---|---:|---:|---:|---:|", *waits, "",
-        "## Bytes counted: tiny, float32", "",
-        "| ranks | forward, all ranks | backward, all ranks | by the formula | busiest rank | least | × least |",
-        "|---:|---:|---:|---:|---:|---:|---:|", *bytes_sent,
-        "", "## By the formula, not run: gecko-7b, activations and the map's term in bfloat16, the rest in float32", "",
-        "| ranks | all ranks, MB | busiest rank, MB | least, MB | × least |", "|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    sizes = Sizes.of(large, 4, 2)
-    for ranks in (2, 4, 8):
-        sent, least = sizes.sent(ranks), sizes.minimum(ranks)
-        lines.append(f"| {ranks} | {sent / 1e6:.1f} | {sizes.busiest(ranks) / 1e6:.1f} | {least / 1e6:.1f} | "
-                     f"{sent / least:.3f} |")  # fmt: skip
-    return lines
+            rounds = np.stack([np.load(f"{folder}/{rank}.npy") for rank in range(ranks)])
+        least = rounds[:, 1:, :, 2].reshape(ranks, len(DELAYS), ROUNDS, 2).min(2)
+        slopes = (least[:, -1] - least[:, 0]) / (DELAYS[-1] - DELAYS[0])
+        totals.append(np.concatenate([rounds[:, 0, :, :2], slopes[..., None]], axis=-1))
+    return totals[1] - totals[0]
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    arguments = parser.parse_args()
-    publish("context_exchange.md", report(arguments.ranks), arguments.write)
+    given = parsed(parser_of(__doc__, ranks=([2, 4], "numbers of ranks")))
+    tiny, large = (GeckoConfig.preset(name) for name in ("tiny", "gecko-7b"))
+    sizes, sent, waits = Sizes.of(tiny, 4, 4), [], []
+    for ranks in given.ranks:
+        for checkpointing in ("none", "full"):
+            found = per_layer(tiny, ranks, checkpointing)
+            counted = [int(x) for x in found[..., 0].sum(0)]
+            if counted != [sizes.sent(ranks)] * 2:
+                raise RuntimeError(f"the formula gives {sizes.sent(ranks)} bytes; counted {counted}.")
+            waits.append((ranks, checkpointing, *map(int, found[0, :, 1]), *found[..., 2].max(0)))
+        busiest, least = int(found[:, 0, 0].max()), sizes.minimum(ranks)
+        sent.append((ranks, *counted, sizes.sent(ranks), busiest, least, counted[0] / least))
+    of_large, predicted = Sizes.of(large, 4, 2), []
+    for ranks in (2, 4, 8):
+        numbers = of_large.sent(ranks), of_large.busiest(ranks), of_large.minimum(ranks)
+        predicted.append((ranks, *(x / 1e6 for x in numbers), numbers[0] / numbers[2]))
+    delays = " and ".join(f"{1e3 * delay:.0f}" for delay in DELAYS)
+    publish(
+        "context_exchange.md", given, "Exchanges between the ranks of a context group", "",
+        "One layer, one row, one direction; backward sends as many bytes the other way. “Least” is (ranks − 1) × what "
+        "a border must carry: the last chunk's z and values, and in full precision the final moving average and norm, "
+        "one affine map and log z. The term of the map, most of its bytes, is sent in the dtype of the values.",
+        "## Batches and delays: tiny, float32",
+        "A batch is one call of `batch_isend_irecv`. “Delays waited for” is the time that a layer takes longer with "
+        f"sends delayed by {delays} ms, divided by the difference of the delays; the least of {ROUNDS} rounds of the "
+        "slowest rank.",
+        table(["ranks|,", "activation checkpointing", "batches, forward|,", "batches, backward|,",
+               "delays waited for, forward|.1f", "delays waited for, backward|.1f"], waits),
+        "## Bytes counted: tiny, float32",
+        table(["ranks|,", "forward, all ranks|,", "backward, all ranks|,", "by the formula|,", "busiest rank|,",
+               "least|,", "× least|.3f"], sent),
+        "## By the formula, not run: gecko-7b, activations and the map's term in bfloat16, the rest in float32",
+        table(["ranks|,", "all ranks, MB|.1f", "busiest rank, MB|.1f", "least, MB|.1f", "× least|.3f"], predicted),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

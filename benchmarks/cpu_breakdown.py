@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from measuring import command, load, machine, of_processor, parser_of, publish
+from measuring import in_turns, of_processor, parsed, parser_of, publish, seconds_of, table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from training import step_of
+from training import MATRIX, step_of
 
 import gecko
 from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm
@@ -39,7 +40,7 @@ MODULES: dict[type[nn.Module], str] = {
 FUNCTIONS = {
     "gecko.layers.gated_attention.project": "linear layers",
     "gecko.layers.gated_attention.chunk_attention": "chunk attention",
-    "gecko.layers.gated_attention.working_memory": "working memory",
+    "gecko.layers.gated_attention.start_working_memory": "working memory",
     "gecko.models.gecko.linear_cross_entropy": "head and loss",
 }
 REST = "gates, queries and keys, sums"
@@ -53,30 +54,40 @@ ELEMENTWISE = "element by element, and the rest"
 KERNELS = "kernels in C"
 """Kind of the autograd functions of the operators' ``cpu.py``, recognised by a common prefix of their names."""
 _PREFIX = "part: "
-MATRIX = 2048
-"""Size of the square matrices with which the rate of products is measured."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Results of one dtype and row length: seconds per step, shares of profiled time by (part, pass) and by kind."""
+    """Results of one dtype and row length: microseconds per token, and shares of profiled time."""
 
-    config: gecko.GeckoConfig
-    precision: torch.dtype
+    name: str
+    """Of the dtype."""
     length: int
-    tokens: int
-    seconds: float
+    micro: float
     eager: float
-    """Seconds per step without the C kernels."""
+    """Microseconds per token without the C kernels."""
     rate: float
     """FLOP/s of large matrix products, measured between the steps."""
+    share: float
+    """Model FLOP/s divided by the rate of matrix products."""
     parts: Counter[tuple[str, str]]
+    """By part and pass."""
     kinds: Counter[str]
 
-    @property
-    def share(self) -> float:
-        """Model FLOP/s divided by the rate of matrix products."""
-        return flops_per_token(self.config, self.length) * self.tokens / self.seconds / self.rate
+    def tables(self) -> Iterator[str]:
+        """Yield the section of this result."""
+
+        def row(name: str, *shares: float) -> tuple[object, ...]:
+            return name, *(self.micro * share for share in shares), shares[-1]
+
+        parts = {part: [self.parts[part, one] for one in ("forward", "backward")] for part, _ in self.parts}
+        yield f"## Rows of {self.length:,} tokens, {self.name}: µs a token"
+        yield table(
+            ["part", "forward|.1f", "backward|.1f", "together|.1f", "share|.0%"],
+            sorted((row(part, *both, sum(both)) for part, both in parts.items()), key=lambda one: -one[-1]),
+        )
+        kinds = (row(kind, share) for kind, share in self.kinds.most_common())
+        yield table(["kind", "µs a token|.1f", "share|.0%"], kinds)
 
 
 @contextmanager
@@ -85,39 +96,20 @@ def named_parts(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if type(module) in MODULES:
-                stack.enter_context(_named_module(module, MODULES[type(module)]))
+                named = _named(module.forward, MODULES[type(module)])
+                stack.enter_context(patch.object(module, "forward", named))
         for target, part in FUNCTIONS.items():
-            stack.enter_context(_named_function(target, part))
+            stack.enter_context(patch(target, _named(resolve_name(target), part)))
         yield
 
 
-@contextmanager
-def _named_module(module: nn.Module, part: str) -> Iterator[None]:
-    open_ranges: list[record_function] = []
-
-    def begin(*_: Any) -> None:
-        open_ranges.append(record_function(_PREFIX + part))
-        open_ranges[-1].__enter__()
-
-    def end(*_: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
-
-    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def _named_function(target: str, part: str) -> Any:
-    package, _, name = target.rpartition(".")
-    function = getattr(__import__(package, fromlist=[name]), name)
-
+def _named(function: Callable[..., Any], part: str) -> Callable[..., Any]:
     @wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
         with record_function(_PREFIX + part):
             return function(*args, **kwargs)
 
-    return patch(target, named)
+    return named
 
 
 def shares(events: list[Any]) -> tuple[Counter[tuple[str, str]], Counter[str]]:
@@ -136,14 +128,15 @@ def shares(events: list[Any]) -> tuple[Counter[tuple[str, str]], Counter[str]]:
     for event in events:
         parts[_place(event, part_of_node)] += event.self_cpu_time_total
         kinds[_kind(event.name)] += event.self_cpu_time_total
-    return _normalised(parts), _normalised(kinds)
+    total = sum(kinds.values())
+    return tuple(Counter({key: value / total for key, value in counts.items()}) for counts in (parts, kinds))
 
 
 def _place(event: Any, part_of_node: dict[int, str]) -> tuple[str, str]:
     node = _backward_node(event)
     if node is not None:
         return part_of_node.get(node.sequence_nr, REST), "backward"
-    if _within(event, "forward and backward") is None:
+    if all(outer.name != "forward and backward" for outer in _ancestors(event)):
         return "clipping and AdamW", "forward"
     return _part_of(event) or REST, "forward"
 
@@ -152,10 +145,6 @@ def _ancestors(event: Any) -> Iterator[Any]:
     while event is not None:
         yield event
         event = event.cpu_parent
-
-
-def _within(event: Any, name: str) -> Any:
-    return next((outer for outer in _ancestors(event) if outer.name == name), None)
 
 
 def _part_of(event: Any) -> str | None:
@@ -175,11 +164,6 @@ def _kind(name: str) -> str:
     return next((kind for kind, names in KINDS.items() if name.removeprefix("aten::") in names), ELEMENTWISE)
 
 
-def _normalised(counts: Counter[Any]) -> Counter[Any]:
-    total = sum(counts.values())
-    return Counter({key: value / total for key, value in counts.items()})
-
-
 def measure(
     config: gecko.GeckoConfig, precision: torch.dtype, length: int, tokens: int, rounds: int, profiled: int
 ) -> Breakdown:
@@ -192,119 +176,55 @@ def measure(
         with record_function("forward and backward"), torch.autocast("cpu", torch.bfloat16, enabled=rounded):
             return model.loss(inputs, targets)
 
-    step = step_of(model, loss)
     batch = torch.randint(0, 256, (tokens // length, length + 1))
+    step = partial(step_of(model, loss), batch)
     for _ in range(3):
-        step(batch)
+        step()
+
+    def eager() -> None:
+        with patch("gecko.ops.backends.dispatch._cpu_kernels_installed", lambda: False):
+            step()
+
+    # A large product by each library that supports the dtype: MKL for float32 only, oneDNN for all.
+    a, b = torch.randn(2, MATRIX, MATRIX).to(precision)
+    calls: dict[str, Callable[[], object]] = {"step": step, "eager": eager, "product": partial(torch.mm, a, b)}
+    if precision == torch.float32:
+        calls["oneDNN"] = partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], "")
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    calls = (partial(step, batch), _without_kernels(partial(step, batch)), *_products(precision))
-    times = [[_seconds(clock, call) for call in calls] for _ in range(rounds)]
+    times = in_turns({name: partial(seconds_of, call, clock) for name, call in calls.items()}, rounds)
     with named_parts(model), profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(profiled):
-            step(batch)
+            step()
+    seconds, eagerly, *products = (statistics.median(several) for several in times.values())
+    rate = 2 * MATRIX**3 / min(products)
+    share = flops_per_token(config, length) * tokens / seconds / rate
+    name = str(precision).removeprefix("torch.")
     parts, kinds = shares(list(profiler.events()))
-    seconds, eager, *products = (statistics.median(several) for several in zip(*times, strict=True))
-    return Breakdown(config, precision, length, tokens, seconds, eager, 2 * MATRIX**3 / min(products), parts, kinds)
-
-
-def _products(dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
-    """Yield a large product by each library that supports the dtype: MKL for float32 only, oneDNN for all."""
-    a, b = torch.randn(2, MATRIX, MATRIX).to(dtype)
-    yield partial(torch.mm, a, b)
-    if dtype == torch.float32:
-        yield partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], "")
-
-
-def _without_kernels(function: Callable[[], Any]) -> Callable[[], Any]:
-    def call() -> Any:
-        with patch("gecko.ops.backends.dispatch._cpu_kernels_installed", lambda: False):
-            return function()
-
-    return call
-
-
-def _seconds(clock: Callable[[], float], function: Callable[[], Any]) -> float:
-    begin = clock()
-    function()
-    return clock() - begin
-
-
-def page(results: list[Breakdown], model: str, rounds: int, command: str) -> list[str]:
-    """Return the results in Markdown."""
-    lines = [
-        "# A training step on the CPU", "", f"{machine()}. {load()}", "",
-        f"Gecko `{model}`, {results[0].tokens:,} tokens a step: loss, backward, clip, AdamW. "
-        "Steps, with the kernels in C and without, and large matrix products take turns; figures are medians of "
-        f"{rounds}, in {_clock()}. In bfloat16 are the operands of products, as with `precision=bfloat16`.", "",
-        "| dtype | tokens a row | tokens/s | µs a token | without kernels in C | matrix products, GFLOP/s "
-        "| model FLOPs a second over that |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    for result in results:
-        lines.append(
-            f"| {_name(result.precision)} | {result.length:,} | {result.tokens / result.seconds:,.0f} "
-            f"| {1e6 * result.seconds / result.tokens:.1f} | {1e6 * result.eager / result.tokens:.1f} "
-            f"| {result.rate / 1e9:.0f} | {result.share:.1%} |"
-        )
-    for result in results:
-        lines += [
-            "",
-            f"## Rows of {result.length:,} tokens, {_name(result.precision)}: µs a token",
-            "",
-            *_part_table(result),
-        ]
-        lines += ["", *_kind_table(result)]
-    return [*lines, "", f"Written by `{command}`."]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _clock() -> str:
-    return "processor time" if torch.get_num_threads() == 1 else "wall time"
-
-
-def _part_table(result: Breakdown) -> list[str]:
-    micro = 1e6 * result.seconds / result.tokens
-    names = sorted({part for part, _ in result.parts}, key=lambda part: -_both(result, part))
-    return [
-        "| part | forward | backward | together | share |", "|---|---:|---:|---:|---:|",
-        *(f"| {part} | {micro * result.parts[part, 'forward']:.1f} | {micro * result.parts[part, 'backward']:.1f} "
-          f"| {micro * _both(result, part):.1f} | {_both(result, part):.0%} |" for part in names),
-    ]  # fmt: skip
-
-
-def _both(result: Breakdown, part: str) -> float:
-    return result.parts[part, "forward"] + result.parts[part, "backward"]
-
-
-def _kind_table(result: Breakdown) -> list[str]:
-    micro = 1e6 * result.seconds / result.tokens
-    return [
-        "| kind | µs a token | share |", "|---|---:|---:|",
-        *(f"| {kind} | {micro * share:.1f} | {share:.0%} |" for kind, share in result.kinds.most_common()),
-    ]  # fmt: skip
+    return Breakdown(name, length, 1e6 * seconds / tokens, 1e6 * eagerly / tokens, rate, share, parts, kinds)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", default="tiny", help="a preset")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2_048, 8_192], help="tokens a row")
-    parser.add_argument("--tokens", type=int, default=8_192, help="tokens a step")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--profiled", type=int, default=3, help="steps under the profiler")
-    args = parser.parse_args()
-    sizes = args.tokens, args.rounds, args.profiled
-    torch.set_num_threads(args.threads)
+    given = parsed(parser_of(
+        __doc__, threads=2, model=("tiny", "a preset"), lengths=([2_048, 8_192], "tokens a row"),
+        tokens=(8_192, "tokens a step"), rounds=(9, "in turns"), profiled=(3, "steps under the profiler"),
+    ))  # fmt: skip
     keep_freed_memory()
-    cpu = torch.device("cpu")
-    dtypes = [torch.float32, torch.bfloat16] if multiplies_bfloat16(cpu) else [torch.float32]
-    config = gecko.GeckoConfig.preset(args.model)
-    results = [measure(config, dtype, length, *sizes) for dtype in dtypes for length in args.lengths]
-    name = "cpu" if args.model == "tiny" else f"cpu_{args.model.replace('-', '_')}"
-    publish(of_processor(name), page(results, args.model, args.rounds, command(args)), args.write)
+    dtypes = [torch.float32, torch.bfloat16] if multiplies_bfloat16(torch.device("cpu")) else [torch.float32]
+    config = gecko.GeckoConfig.preset(given.model)
+    sizes = given.tokens, given.rounds, given.profiled
+    results = [measure(config, dtype, length, *sizes) for dtype in dtypes for length in given.lengths]
+    clock = "processor time" if given.threads == 1 else "wall time"
+    columns = ["dtype", "tokens a row|,", "tokens/s|,.0f", "µs a token|.1f", "without kernels in C|.1f",
+               "matrix products, GFLOP/s|.0f", "model FLOPs a second over that|.1%"]  # fmt: skip
+    rows = ((x.name, x.length, 1e6 / x.micro, x.micro, x.eager, x.rate / 1e9, x.share) for x in results)
+    publish(
+        of_processor("cpu" if given.model == "tiny" else f"cpu_{given.model.replace('-', '_')}"), given,
+        "A training step on the CPU", "",
+        f"Gecko `{given.model}`, {given.tokens:,} tokens a step: loss, backward, clip, AdamW. Steps, with the kernels "
+        f"in C and without, and large matrix products take turns; figures are medians of {given.rounds}, in {clock}. "
+        "In bfloat16 are the operands of products, as with `precision=bfloat16`.",
+        table(columns, rows), *(part for result in results for part in result.tables()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the level of a test, was stated before the first run.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ import memory_forms
 import numpy as np
 import order_by_size
 import retrieval
-from tables import best, over_seeds
+from measuring import parser_of
+from measuring import table as markdown
+from tables import Interval, best, over_seeds
 
 from gecko.eval.results import wilson
 
@@ -43,35 +44,35 @@ Row = tuple[str, str, str]
 """Claim, evidence and verdict."""
 
 
-def _difference(file: str, name: str) -> tuple[float, float, float]:
-    """Return the difference of a recipe to the first one, and its interval."""
+def _difference(file: str, name: str) -> Interval:
+    """Return the difference of a recipe to the first one."""
     recipe = next(one for one in kept.comparison(f"comparison/{file}")["recipes"] if one["recipe"] == name)
-    return recipe["difference"], recipe["difference_interval"]["low"], recipe["difference_interval"]["high"]
+    return _interval(recipe["difference"], recipe["difference_interval"])
 
 
-def _shown(value: float, low: float, high: float, digits: int = 3) -> str:
-    return f"{value:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+def _interval(value: float, ends: Mapping[str, float]) -> Interval:
+    return Interval(value, ends["low"], ends["high"])
 
 
 def order() -> Row:
     """Gecko must be better in every comparison, by all of the interval."""
     shown, lows = [], []
     for model, name in order_by_size.OTHERS.items():
-        found = [
-            recipes[model] for recipes in map(order_by_size.recipes_of, order_by_size.records()) if model in recipes
-        ]
+        comparisons = map(order_by_size.recipes_of, order_by_size.records())
+        found = [recipes[model] for recipes in comparisons if model in recipes]
         lows.append(min(one["difference_interval"]["low"] for one in found))
         differences = [one["difference"] for one in found]
         shown.append(
             f"{name} {min(differences):+.3f} to {max(differences):+.3f} in {len(found)} comparisons, the lowest "
             f"end of an interval {lows[-1]:+.3f}"
         )
-    text = f"nats per byte above Gecko: {'; '.join(shown)} ({_budgets()})"
-    return (
-        "With equal bytes Gecko is better than the ungated Megalodon and Llama 2",
-        text,
-        _without_margin(min(lows) > 0),
-    )
+    sizes = [
+        (min(record["parameters"].values()), order_by_size.tokens_of(record)) for record in order_by_size.records()
+    ]
+    budgets = dict.fromkeys(f"{size / 1e6:.0f} M parameters, {read / 1e6:.0f} MB" for size, read in sizes)
+    text = f"nats per byte above Gecko: {'; '.join(shown)} ({'; '.join(budgets)})"
+    claim = "With equal bytes Gecko is better than the ungated Megalodon and Llama 2"
+    return claim, text, _without_margin(min(lows) > 0)
 
 
 def ahead(baseline: str, size: str) -> Row:
@@ -140,23 +141,15 @@ def rules() -> Row:
     return claim, text, f"open: {missing} runs are missing" if missing else _verdict(found[0].low > capacity.MARGIN)
 
 
-def _budgets() -> str:
-    found = [
-        (min(record["parameters"].values()) / 1e6, order_by_size.tokens_of(record) / 1e6)
-        for record in order_by_size.records()
-    ]
-    return "; ".join(dict.fromkeys(f"{size:.0f} M parameters, {read:.0f} MB" for size, read in found))
-
-
 def parts() -> Row:
     """A part helps if the loss without it is higher by more than Gecko's seeds differ."""
     names = {"chunk": "attention within chunks", "window": "sliding window", "cumulative": "cumulative norm",
              "linear": "linear memory", "no_memory": "no memory"}  # fmt: skip
     found = {name: _difference("ablations", f"compare_{name}") for name in names}
-    text = "; ".join(f"{names[name]} {_shown(*values)}" for name, values in found.items())
+    text = "; ".join(f"{names[name]} {change.shown(3)}" for name, change in found.items())
     runs = kept.comparison("comparison/comparison")["runs"]
     losses = [one["nats_per_byte"] for one in runs if one["recipe"] == "compare_gecko"]
-    needed = [names[name] for name, (value, _, _) in found.items() if value > max(losses) - min(losses)]
+    needed = [names[name] for name, change in found.items() if change.mean > max(losses) - min(losses)]
     verdict = _without_margin(bool(needed), f"for {' and '.join(needed)}" * (len(needed) < len(names)))
     return "Each new part helps: loss with it replaced (rows of 2,048 bytes of books)", text, verdict
 
@@ -167,14 +160,13 @@ def borders() -> Row:
     for name in ("megalodon", "gecko", "llama"):
         records = [kept.read(f"comparison/positions-compare_{name}-{seed}") for seed in range(3)]
         found[name] = [_score(record, "border minus rest")["value"] for record in records]
-    excess = {name: np.subtract(found[name], found["llama"]) for name in ("megalodon", "gecko")}
-    shown = {}
-    for name, values in excess.items():
-        shown[name] = over_seeds(values)
+    shown = {name: over_seeds(np.subtract(found[name], found["llama"])) for name in ("megalodon", "gecko")}
     text = "; ".join(f"{name.capitalize()} {', '.join(f'{x:+.3f}' for x in values)}" for name, values in found.items())
-    text += "; above the Llama's: " + ", ".join(f"{name.capitalize()} {_shown(*all_)}" for name, all_ in shown.items())
-    part = shown["gecko"][0] / shown["megalodon"][0]
-    end = "not zero" if shown["gecko"][1] > 0 else "and zero is in its interval"
+    text += "; above the Llama's: " + ", ".join(
+        f"{name.capitalize()} {change.shown(3)}" for name, change in shown.items()
+    )
+    part = shown["gecko"].mean / shown["megalodon"].mean
+    end = "not zero" if shown["gecko"].low > 0 else "and zero is in its interval"
     claim = "The loss is higher after chunk borders than after as many bytes of a Llama, which has none"
     return claim, f"border minus rest by seed: {text}", f"Gecko's excess is {part:.0%} of Megalodon's, {end}"
 
@@ -252,8 +244,7 @@ def forms() -> Row:
         if min(found["recall"], default=0.0) > max(short) and max(books, default=0.0) < 0.002 and len(books) > 2:
             better.append(name)
             changes = (
-                f"{part} {', '.join(f'{one:+.4f}' for one in found[part])}, in all "
-                f"{_shown(*over_seeds(found[part]), 4)}"
+                f"{part} {', '.join(f'{one:+.4f}' for one in found[part])}, in all {over_seeds(found[part]).shown()}"
                 for part in ("novels", "Gibbon")
             )
             shown.append(f"{name}: recall {_listed(found['recall'])}; nats per byte more on {', on '.join(changes)}")
@@ -263,16 +254,16 @@ def forms() -> Row:
 
 
 def cost_of_keys() -> Row:
-    value, low, high = _difference("longer-keys-10-mb", "compare_longer_keys")
+    change = _difference("longer-keys-10-mb", "compare_longer_keys")
     long, short = (
         _score(kept.read(f"perplexity/compare_{name}"), "nats a token", context=2**22)["value"]
         for name in ("longer_keys", "gecko")
     )
     text = (
-        f"keys of 11.31 against 1, 10 MB, nats per byte: held-out novels {_shown(value, low, high, 4)}; "
+        f"keys of 11.31 against 1, 10 MB, nats per byte: held-out novels {change.shown()}; "
         f"4 M bytes of Gibbon {long - short:+.4f}"
     )
-    novels, history = high < 0.002, long - short < 0.002
+    novels, history = change.high < 0.002, long - short < 0.002
     where = "on novels, not on Gibbon" if novels and not history else ""
     return "Longer keys cost nothing on books", text, _without_margin(novels, where) if novels else "not seen"
 
@@ -289,12 +280,11 @@ def past() -> Row:
         long_context.SEEDS - len(long_context.measured(form, long_context.past_gain)) for form in long_context.NAMES
     )
     using = [form for form in forms if long_context.uses_the_past(form)]
-    return (
-        claim,
+    evidence = (
         f"lead over no memory on repeated names less that on new names, nats per byte, {len(long_context.TEST)} test "
-        f"packages, rates chosen after 2 MB, intervals of 95 % for {len(forms)} forms together: {text}",
-        f"open: {missing} runs are missing" if missing else "; ".join(using) or _verdict(False),
+        f"packages, rates chosen after 2 MB, intervals of 95 % for {len(forms)} forms together: {text}"
     )
+    return claim, evidence, f"open: {missing} runs are missing" if missing else "; ".join(using) or _verdict(False)
 
 
 def far_past() -> Iterator[Row]:
@@ -308,19 +298,13 @@ def far_past() -> Iterator[Row]:
             kind, model = gain["where"]["kind"], gain["where"]["model"]
             if kind != "other bytes":
                 better = _score(record, "control less model, all", **gain["where"])
-                shown.append(f"{kind}, {model}: {_interval(gain)} and {_interval(better)}")
-                if gain["value"] >= 0.01 and better["interval"]["low"] > 0:
+                more, less = (_interval(one["value"], one["interval"]) for one in (gain, better))
+                shown.append(f"{kind}, {model}: {more.shown(3)} and {less.shown(3)}")
+                if more.mean >= 0.01 and less.low > 0:
                     paid.add(kind)
-        verdict = _without_margin(bool(paid), f"for {' and '.join(sorted(paid))}")
-        yield (
-            f"With a memory, a context of 64 K lowers the loss ({Path(name).name})",
-            f"gain over 2 K minus that without memory, and loss without memory minus loss: {'; '.join(shown)}",
-            verdict,
-        )
-
-
-def _interval(score: Mapping[str, Any]) -> str:
-    return _shown(score["value"], score["interval"]["low"], score["interval"]["high"])
+        claim = f"With a memory, a context of 64 K lowers the loss ({Path(name).name})"
+        text = f"gain over 2 K minus that without memory, and loss without memory minus loss: {'; '.join(shown)}"
+        yield claim, text, _without_margin(bool(paid), f"for {' and '.join(sorted(paid))}")
 
 
 def _verdict(holds: bool) -> str:
@@ -343,8 +327,8 @@ CLAIMS: tuple[Callable[[], Row], ...] = (
 
 def table() -> str:
     rows = [*(ahead(*one) for one in ladder.BASELINES), signs(), *(claim() for claim in CLAIMS), *far_past()]
-    lines = (f"| {claim} | {evidence} | **{verdict}** |" for claim, evidence, verdict in rows)
-    return CAVEAT + "\n".join(["| claim | evidence | verdict |", "|---|---|---|", *lines]) + "\n"
+    shown = ((claim, evidence, f"**{verdict}**") for claim, evidence, verdict in rows)
+    return CAVEAT + markdown(["claim", "evidence", "verdict"], shown) + "\n"
 
 
 def marked() -> Iterator[tuple[str, str, str]]:
@@ -355,12 +339,10 @@ def marked() -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/evidence.md")
-    arguments = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     parts = list(marked())
     print(parts[0][1])
-    if arguments.write:
+    if given.write:
         text = PAGE.read_text(encoding="utf-8")
         for begin, shown, end in parts:
             before, _, rest = text.partition(begin)

@@ -13,14 +13,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
-from measuring import load, machine, of_processor, parser_of, publish
+from measuring import of_processor, parsed, parser_of, publish, seconds_of, table
 
 import gecko
 from gecko.inference import decoder, read
@@ -61,58 +60,39 @@ def installed_starts(count: int = STARTS) -> Starts:
         seconds: tuple[list[float], list[float]] = [], []
         for number in range(count):
             for times in seconds:
-                begin = time.perf_counter()
-                text = run(*command, cache=f"start-{number}")
-                times.append(time.perf_counter() - begin)
-        return Starts(text, *seconds)
+                times.append(seconds_of(partial(run, *command, cache=f"start-{number}")))
+        return Starts(run(*command, cache="start-0"), *seconds)
 
 
 def reading(length: int) -> tuple[float, float]:
     """Return milliseconds to read a prompt of ``books``: by the decoder, and by one call of the model."""
     model = gecko.load("books")
     prompt = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length))
-    by_steps, by_call = [], []
+    by_steps, by_call, work = list[float](), list[float](), partial(read, model, [prompt])
     for _ in range(41):
-        by_steps.append(_seconds(lambda: read(model, [prompt])))
+        by_steps.append(seconds_of(work))
         with mock.patch.object(decoder, "MOST_PRODUCTS", 0):
-            by_call.append(_seconds(lambda: read(model, [prompt])))
+            by_call.append(seconds_of(work))
     return 1e3 * statistics.median(by_steps), 1e3 * statistics.median(by_call)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def page(starts: Starts, readings: dict[int, tuple[float, float]]) -> list[str]:
-    """Return the results in Markdown."""
-    return [
-        "# First text", "", f"{machine()}. {load()}", "",
-        f"`gecko generate books --prompt {PROMPT!r} -n {TOKENS} --seed 1` from the wheel in a new environment: seconds "
-        f"from start to end, {len(starts.first)} starts. Target for the first: {TARGET} s.", "",
-        "| start | median | least | most |", "|---|---:|---:|---:|",
-        f"| first, the decoder is compiled | {_spread(starts.first)} |", f"| later | {_spread(starts.later)} |", "",
-        "Prompts of `books` (bfloat16), one thread: milliseconds until the logits of the next token.", "",
-        "| tokens | the decoder reads them | one call of the model | ratio |", "|---:|---:|---:|---:|",
-        *(f"| {length} | {steps:.1f} | {call:.1f} | {steps / call:.2f} |"
-          for length, (steps, call) in readings.items()), "",
-        "Written by `python benchmarks/first_text.py --write`.",
-    ]  # fmt: skip
-
-
-def _spread(seconds: list[float]) -> str:
-    return " | ".join(f"{one:.2f}" for one in (statistics.median(seconds), min(seconds), max(seconds)))
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
-    arguments = parser.parse_args()
+    given = parsed(parser_of(__doc__))
     starts = installed_starts()
     torch.set_num_threads(1)
-    readings = {length: reading(length) for length in LENGTHS}
+    readings = [(length, *reading(length)) for length in LENGTHS]
     print(starts.text)
-    publish(of_processor("first_text"), page(starts, readings), arguments.write)
+    kinds = {"first, the decoder is compiled": starts.first, "later": starts.later}
+    publish(
+        of_processor("first_text"), given, "First text", "",
+        f"`gecko generate books --prompt {PROMPT!r} -n {TOKENS} --seed 1` from the wheel in a new environment: seconds "
+        f"from start to end, {STARTS} starts. Target for the first: {TARGET} s.",
+        table(["start", "median|.2f", "least|.2f", "most|.2f"],
+              ((name, statistics.median(times), min(times), max(times)) for name, times in kinds.items())),
+        "Prompts of `books` (bfloat16), one thread: milliseconds until the logits of the next token.",
+        table(["tokens|,", "the decoder reads them|.1f", "one call of the model|.1f", "ratio|.2f"],
+              ((length, steps, call, steps / call) for length, steps, call in readings)),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the kernels can reach on an H200, predicted from their compiled code. No GPU is needed.
 
-    python benchmarks/gpu_budget.py --write           # writes gpu_budget.md and gpu_budget.json in benchmarks/results
-    python benchmarks/gpu_budget.py --steps --write   # gpu_budget.json only, with the kernels of a training step
+    python benchmarks/gpu_budget.py --write           # writes gpu_budget.md and gpu_budget.csv.xz in benchmarks/results
+    python benchmarks/gpu_budget.py --steps --write   # gpu_budget.csv.xz only, with the kernels of a training step
 
 Every launch of every operator is recorded at the shapes of models, compiled for sm_90 and disassembled.
 ``launch_costs.py`` has the arithmetic.
@@ -9,10 +9,12 @@ Every launch of every operator is recorded at the shapes of models, compiled for
 
 from __future__ import annotations
 
-import json
+import csv
+import lzma
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,27 +26,15 @@ from gpu.page import PREDICTIONS
 from gpu.timing import Bench
 from kernels.recording import launches, model_on_nothing
 from launch_costs import COPY, PRODUCTS, Cost, costs, merged
-from measuring import parser_of, publish
+from measuring import RESULTS, parsed, parser_of, table
 
 from gecko.config import GeckoConfig
+from gecko.experiments.table import grouped
 from gecko.train.step import autocast
 
 LENGTH = 32_768
 LEFT_OUT = ("head and loss",)
 """Operators whose time is in products of cuBLAS."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """All launches of a kernel in a step: what they need, and their time."""
-
-    kernel: str
-    launches: int
-    seconds: float
-    bytes: float
-    flops: float
-    instructions: float
-    limit: str
 
 
 def predicted(shape: Shape) -> Iterator[tuple[Operator, list[Cost], list[Cost]]]:
@@ -54,12 +44,9 @@ def predicted(shape: Shape) -> Iterator[tuple[Operator, list[Cost], list[Cost]]]
     launches(lambda: found.extend(operators(shape, bench)), lambda _: None)
     for operator in found:
         if operator.name not in LEFT_OUT:
-            yield operator, costs(lambda op=operator: _forward(op)), costs(lambda op=operator: forward_and_backward(op))
-
-
-def _forward(operator: Operator) -> None:
-    with torch.no_grad():
-        operator.function(*operator.inputs)
+            with torch.no_grad():
+                forward = costs(partial(operator.function, *operator.inputs))
+            yield operator, forward, costs(partial(forward_and_backward, operator))
 
 
 def share(operator: Operator, found: list[Cost], numbers: float, flops: float) -> tuple[float, str]:
@@ -70,41 +57,41 @@ def share(operator: Operator, found: list[Cost], numbers: float, flops: float) -
     return 2 * numbers / COPY / seconds, "bytes"
 
 
-def summary(results: list[tuple[Operator, list[Cost], list[Cost]]]) -> Iterator[str]:
+def summary(results: list[tuple[Operator, list[Cost], list[Cost]]]) -> Iterator[tuple[str, ...]]:
     """Yield a row per operator."""
     for operator, forward, both in results:
-        floor = operator.floor
-        ahead, of = share(operator, forward, floor.numbers_forward, floor.flops_forward)
-        whole, _ = share(operator, both, floor.numbers_both, floor.flops_both)
-        counts = " / ".join(str(len(found)) for found in (forward, both))
-        times = " / ".join(f"{1e3 * sum(cost.seconds for cost in found):.3f}" for found in (forward, both))
-        moved = " / ".join(
-            f"{sum(cost.bytes for cost in found) / 2 / numbers:.2f}"
-            for found, numbers in ((forward, floor.numbers_forward), (both, floor.numbers_both))
-        )
-        yield f"| {operator.name} | {counts} | {times} | {moved} | {ahead:.0%} / {whole:.0%} of {of} |"
+        floor, found = operator.floor, (forward, both)
+        numbers, flops = (floor.numbers_forward, floor.numbers_both), (floor.flops_forward, floor.flops_both)
+        (ahead, of), (whole, _) = map(partial(share, operator), found, numbers, flops)
+        times = (f"{1e3 * sum(cost.seconds for cost in one):.3f}" for one in found)
+        moved = (f"{sum(cost.bytes for cost in one) / 2 / n:.2f}" for one, n in zip(found, numbers, strict=True))
+        counts, shown = (str(len(one)) for one in found), f"{ahead:.0%} / {whole:.0%} of {of}"
+        yield operator.name, *(" / ".join(pair) for pair in (counts, times, moved)), shown
 
 
-def table(operator: Operator, both: list[Cost], elements: float) -> Iterator[str]:
+KERNELS = (
+    "operator", "kernel", "launches|d", "MB|,.1f", "bytes/element|.2f", "instructions/element|.1f", "GFLOP|,.0f",
+    "warps|d", "registers|d", "programs/SM|d", "waves|.1f", "KB in flight/SM|.0f", "µs|.0f", "limit",
+)  # fmt: skip
+
+
+def kernels(operator: Operator, both: list[Cost], elements: float) -> Iterator[tuple[object, ...]]:
     """Yield a row per kernel of an operator."""
     for count, cost in merged(both):
         yield (
-            f"| {operator.name} | {cost.name} | {count} | {cost.bytes / 1e6:,.1f} | {cost.bytes / elements:.2f} "
-            f"| {32 * cost.instructions / elements:.1f} | {cost.flops / 1e9:,.0f} | {cost.warps} | {cost.registers} "
-            f"| {cost.resident} | {cost.waves:.1f} | {cost.in_flight / 1e3:.0f} | {1e6 * cost.seconds:.0f} "
-            f"| {cost.limit} |"
-        )
+            operator.name, cost.name, count, cost.bytes / 1e6, cost.bytes / elements,
+            32 * cost.instructions / elements, cost.flops / 1e9, cost.warps, cost.registers, cost.resident, cost.waves,
+            cost.in_flight / 1e3, 1e6 * cost.seconds, cost.limit,
+        )  # fmt: skip
 
 
-def steps(names: list[str]) -> dict[str, list[Prediction]]:
-    """Return what each kernel needs in a training step of one block and the head of each preset."""
-    found = {}
+def steps(names: list[str]) -> Iterator[tuple[object, ...]]:
+    """Yield what each kernel needs in a training step of one block and the head of each preset."""
     for preset in names:
-        by_name: dict[str, list[Cost]] = {}
-        for cost in costs(_step(GeckoConfig.preset(preset))):
-            by_name.setdefault(cost.name, []).append(cost)
-        found[f"{preset}, {LENGTH:,} tokens"] = [_prediction(name, group) for name, group in by_name.items()]
-    return found
+        by_name = grouped(costs(_step(GeckoConfig.preset(preset))), lambda cost: cost.name)
+        for name, group in by_name.items():
+            sums = (sum(getattr(cost, field) for cost in group) for field in ("seconds", "bytes", "flops"))
+            yield f"{preset}, {LENGTH:,} tokens", name, len(group), *(f"{x:.10g}" for x in sums)
 
 
 def _step(config: GeckoConfig) -> Callable[[], None]:
@@ -121,54 +108,44 @@ def _step(config: GeckoConfig) -> Callable[[], None]:
     return step
 
 
-def _prediction(name: str, group: list[Cost]) -> Prediction:
-    sums = {
-        field: sum(getattr(cost, field) for cost in group) for field in ("seconds", "bytes", "flops", "instructions")
-    }
-    return Prediction(name, len(group), **sums, limit=max(group, key=lambda cost: cost.seconds).limit)
-
-
 def section(name: str) -> list[str]:
     """Return both tables of one preset."""
     config = GeckoConfig.preset(name)
     results = list(predicted(Shape(name, config, LENGTH)))
     elements = LENGTH * config.model_dim
-    rows = [row for operator, _, both in results if operator.name != MIXING for row in table(operator, both, elements)]
-    return [
-        f"## {name}", "",
-        "| operator | launches forward / both | predicted ms | bytes, of the floor's | share of the limit |",
-        "|---|---|---:|---:|---|", *summary(results), "",
-        "| operator | kernel | launches | MB | bytes/element | instructions/element | GFLOP | warps | registers "
-        "| programs/SM | waves | KB in flight/SM | µs | limit |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|", *rows, "",
-    ]  # fmt: skip
+    rows = (row for one, _, both in results if one.name != MIXING for row in kernels(one, both, elements))
+    columns = ["operator", "launches forward / both", "predicted ms", "bytes, of the floor's|>", "share of the limit"]
+    return [f"## {name}", table(columns, summary(results)), table(KERNELS, rows)]
 
 
-def page(names: list[str]) -> list[str]:
-    return [
-        "# Budget of the kernels on an H200", "",
+def page(names: list[str]) -> str:
+    return "\n\n".join([
+        "# Budget of the kernels on an H200",
         f"**A prediction, not a measurement: no GPU was at hand.** One row of {LENGTH:,} tokens, bfloat16. Every "
         "launch is compiled for sm_90; bytes are those of its tensors, instructions and tensor-core products those of "
         "its machine code. An element is one of the model's features of one token; instructions are per thread. The "
-        "limit is what the predicted time is made of. `benchmarks/launch_costs.py` has rates and arithmetic.", "",
-        *(line for name in names for line in section(name)),
-        f"Written by `python benchmarks/gpu_budget.py --models {' '.join(names)} --write`.",
-    ]  # fmt: skip
+        "limit is what the predicted time is made of. `benchmarks/launch_costs.py` has rates and arithmetic.",
+        *(part for name in names for part in section(name)),
+        f"Written by `python benchmarks/gpu_budget.py --models {' '.join(names)} --write`.\n",
+    ])  # fmt: skip
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", default=["gecko-1b", "gecko-7b"], metavar="PRESET")
+    parser = parser_of(__doc__, models=(["gecko-1b", "gecko-7b"], "presets"))
     parser.add_argument("--steps", action="store_true", help="only training steps, for the table of kernels of a card")
-    arguments = parser.parse_args()
-    if not arguments.steps:
-        publish("gpu_budget.md", page(arguments.models), arguments.write)
-    found = steps(arguments.models)
-    for step, kernels in found.items():
-        print(f"{step}: {1e3 * sum(kernel.seconds for kernel in kernels):.2f} ms predicted")
-    if arguments.write:
-        content = {step: list(map(asdict, kernels)) for step, kernels in found.items()}
-        PREDICTIONS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    given = parsed(parser)
+    if not given.steps:
+        text = page(given.models)
+        print(text)
+        if given.write:
+            (RESULTS / "gpu_budget.md").write_text(text, encoding="utf-8")
+    found = list(steps(given.models))
+    for step, lines in grouped(found, lambda line: line[0]).items():
+        print(f"{step}: {1e3 * sum(float(seconds) for *_, seconds, _, _ in lines):.2f} ms predicted")
+    if given.write:
+        with lzma.open(PREDICTIONS, "wt", preset=9, encoding="utf-8", newline="") as file:
+            columns = "step", "kernel", "launches", "seconds", "bytes", "flops"
+            csv.writer(file, lineterminator="\n").writerows([columns, *found])
 
 
 if __name__ == "__main__":

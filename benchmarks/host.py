@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from gpu.training import equal_llama
 from kernels.recording import launches
-from measuring import load, machine, of_processor, parser_of, publish
+from measuring import in_turns, of_processor, parsed, parser_of, publish, table
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,96 +124,50 @@ class OperationsCounted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def by_the_dispatcher() -> Iterator[None]:
-    """Make operators use the custom operators registered with ``torch.library``, as if the call were traced."""
-    with patch.object(dispatch, "is_watched", lambda: True):
-        yield
+def measure(cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds of forward and backward of one block, and the launches of our kernels and of PyTorch's.
 
+    All variants take turns; medians count, after some rounds for imports and compilation.
+    """
+    steps = {(name, depth): Step(case, depth) for name, case in cases.items() for depth in DEPTHS}
 
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """Milliseconds of forward and backward of one block, the number of launches of our kernels, and of PyTorch's."""
+    def counted(step: Step, case: Case) -> tuple[float, ...]:
+        with case.way(), kernels_counted() as launched:
+            forward, backward = step()
+        return 1e3 * forward, 1e3 * backward, len(launched)
 
-    forward: float
-    backward: float
-    launches: float
-    operations: float
+    def operations(step: Step, case: Case) -> int:
+        """Return the number of PyTorch's launches of a step, as recorded for a GPU."""
+        found = OperationsCounted()
 
+        def watched() -> None:
+            with case.way(), found:
+                step()
 
-def measure(cases: dict[str, Case], rounds: int) -> dict[str, Host]:
-    """Measure all variants alternately; return medians of ``rounds``, after some rounds for imports and compilation."""
-    steps = {name: [Step(case, depth) for depth in DEPTHS] for name, case in cases.items()}
-    turns = [
-        {name: [_counted(step, case) for step in steps[name]] for name, case in cases.items()}
-        for _ in range(WARMING + rounds)
-    ]
+        launches(watched, lambda _: None)
+        return found.count
+
+    turns = in_turns({key: partial(counted, step, cases[key[0]]) for key, step in steps.items()}, WARMING + rounds)
+    of = {
+        key: [*map(statistics.median, zip(*turns[key][WARMING:], strict=True)), operations(step, cases[key[0]])]
+        for key, step in steps.items()
+    }
+    few, many = DEPTHS
     return {
-        name: _per_block([turn[name] for turn in turns[WARMING:]], [_operations(step, case) for step in steps[name]])
-        for name, case in cases.items()
+        name: [(b - a) / (many - few) for a, b in zip(of[name, few], of[name, many], strict=True)] for name in cases
     }
 
 
-def _counted(step: Step, case: Case) -> tuple[float, float, int]:
-    """Return the seconds of forward and backward, and the number of launches."""
-    with case.way(), kernels_counted() as launched:
-        return *step(), len(launched)
-
-
-def _operations(step: Step, case: Case) -> int:
-    """Return the number of PyTorch's launches of a step, as recorded for a GPU."""
-    counted = OperationsCounted()
-
-    def watched() -> None:
-        with case.way(), counted:
-            step()
-
-    launches(watched, lambda _: None)
-    return counted.count
-
-
-def _per_block(turns: list[list[tuple[float, float, int]]], operations: list[int]) -> Host:
-    """Return the results of one block from rounds of both depths, and from the operations of both."""
-    few, many = ([statistics.median(column) for column in zip(*runs, strict=True)] for runs in zip(*turns, strict=True))
-    blocks = DEPTHS[1] - DEPTHS[0]
-    forward, backward, launches = ((b - a) / blocks for a, b in zip(few, many, strict=True))
-    return Host(1e3 * forward, 1e3 * backward, launches, (operations[1] - operations[0]) / blocks)
-
-
-def page(results: dict[str, Host], rounds: int) -> list[str]:
-    """Return the results in Markdown."""
-    own = next(iter(results.values()))
-    rows = (
-        f"| {name} | {host.forward:.2f} | {host.backward:.2f} | {host.forward + host.backward:.2f} "
-        f"| {(host.forward + host.backward) / (own.forward + own.backward):.2f} | {host.launches:.0f} "
-        f"| {host.operations:.0f} |"
-        for name, host in results.items()
-    )
-    return [
-        "# What the host does for a block on a GPU", "", f"{machine()}, one thread used. {load()}", "",
-        "Milliseconds of the thread's processor for loss and backward a block, in bfloat16 by autocast; medians of "
-        f"{rounds}, all in turns. PyTorch's launches are its operations that are neither views nor allocations. "
-        f"**No GPU: launches of kernels are counted, not made, and take some microseconds each "
-        f"beside this; PyTorch's own operations are computed, on one row of {TOKENS} tokens and {SMALL.model_dim} "
-        "features, so that it takes them hardly longer than to be dispatched.** In the longer rows, which are here for "
-        "their launches, PyTorch's operations take most of the time.", "",
-        "| | forward | backward | both | of the first row | our kernels launched | PyTorch's launches |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-        *rows, "",
-        f"Written by `python benchmarks/host.py --rounds {rounds} --write`.",
-    ]  # fmt: skip
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    arguments = parser.parse_args()
+    given = parsed(parser_of(__doc__, rounds=(30, "in turns")))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    # As if the call were traced, operators are those that ``torch.library`` registers.
+    traced = partial(patch.object, dispatch, "is_watched", lambda: True)
     cases = {
         "Gecko": Case(SMALL),
-        "Gecko, every operator by PyTorch's dispatcher": Case(SMALL, by_the_dispatcher),
+        "Gecko, every operator by PyTorch's dispatcher": Case(SMALL, traced),
         "Llama of the same depth and width": Case(equal_llama(SMALL)),
         "Gecko, a context rank": Case(SMALL, context=True),
     }
@@ -220,7 +175,23 @@ def main() -> None:
         longer = Case(SMALL, tokens=times * TOKENS)
         cases[f"Gecko, {times} × the tokens"] = longer
         cases[f"Gecko, a context rank, {times} × the tokens"] = dataclasses.replace(longer, context=True)
-    publish(of_processor("host"), page(measure(cases, arguments.rounds), arguments.rounds), arguments.write)
+    found = measure(cases, given.rounds)
+    own = sum(found["Gecko"][:2])
+    publish(
+        of_processor("host"), given, "What the host does for a block on a GPU", "One thread used.",
+        "Milliseconds of the thread's processor for loss and backward a block, in bfloat16 by autocast; medians of "
+        f"{given.rounds}, all in turns. PyTorch's launches are its operations that are neither views nor allocations. "
+        "**No GPU: launches of kernels are counted, not made, and take some microseconds each beside this; PyTorch's "
+        f"own operations are computed, on one row of {TOKENS} tokens and {SMALL.model_dim} features, so that it takes "
+        "them hardly longer than to be dispatched.** In the longer rows, which are here for their launches, PyTorch's "
+        "operations take most of the time.",
+        table(
+            ["", "forward|.2f", "backward|.2f", "both|.2f", "of the first row|.2f", "our kernels launched|.0f",
+             "PyTorch's launches|.0f"],
+            ((name, forward, backward, forward + backward, (forward + backward) / own, ours, theirs)
+             for name, (forward, backward, ours, theirs) in found.items()),
+        ),
+    )  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measuring import machine, parser_of, publish
+from measuring import parsed, parser_of, publish, table
 
 from gecko.recipes import get_recipe
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, Run, SampleSettings, train
@@ -123,48 +122,40 @@ def run_in(folder: Path, steps: int) -> Run:
     )  # fmt: skip
 
 
-def report(steps: int) -> list[str]:
+def measure(steps: int) -> list[list[tuple[float, float]]]:
+    """Return the seconds of each step of the first rank and of its waits, in blocks."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         Path(folder, "text.txt").write_text("\n\n".join(f"Line {i} of {i * i % 997}." for i in range(20_000)))
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         mp.spawn(rank_process, (port, folder, steps), nprocs=RANKS)
-        blocks = json.loads(Path(folder, "steps.json").read_text())
-    seconds = [statistics.median(step for step, _ in block) for block in blocks]
-    turns = [TURNS[block % len(TURNS)] for block in range(len(blocks))]
-    rows = []
-    for mode, name in enumerate(MODES):
-        own = [block for block, turn in enumerate(turns) if turn == mode]
-        waits = [1e3 * waited for block in own for _, waited in blocks[block]]
-        # Neighbouring blocks are compared, so that a slow minute of the machine slows both.
-        more = [
-            seconds[block] - (seconds[block - 1] + seconds[block + 1]) / 2
-            for block in own
-            if mode and 0 < block < len(blocks) - 1
-        ]
-        added = f"{1e3 * statistics.median(more):.2f}" if more else ""
-        middle = 1e3 * statistics.median(seconds[block] for block in own)
-        rows.append(
-            f"| {name} | {len(waits)} | {statistics.fmean(waits):.3f} | {max(waits):.3f} | {middle:.1f} | {added} |"
-        )
-    return [
-        "# Time of a step against a delay of the control group", "",
-        f"{date.today()}, {machine()}. Command: `python benchmarks/host_waits.py --write`.", "",
-        f"{RANKS} gloo ranks train `tiny`, each on a row of {LENGTH} tokens. Messages of the control group are "
-        f"{1e3 * DELAY:.0f} ms late. Blocks of {BLOCK} steps take turns; the first step of each is not counted. "
-        "“Waited” is the time that the first rank's host spends in waits for these messages. “More” is the median "
-        "difference of a block's median step to the mean of the two neighbouring blocks without a delay.", "",
-        "| steps | number | ms waited per step, mean | largest | ms per step, median | ms more |",
-        "|---|---:|---:|---:|---:|---:|", *rows,
-    ]  # fmt: skip
+        return json.loads(Path(folder, "steps.json").read_text())
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=480)
-    arguments = parser.parse_args()
-    publish("host_waits.md", report(arguments.steps), arguments.write)
+    given = parsed(parser_of(__doc__, steps=(480, "of the run")))
+    blocks = measure(given.steps)
+    seconds = [statistics.median(step for step, _ in block) for block in blocks]
+    rows = []
+    for mode, name in enumerate(MODES):
+        own = [block for block in range(len(blocks)) if TURNS[block % len(TURNS)] == mode]
+        waits = [1e3 * waited for block in own for _, waited in blocks[block]]
+        # Neighbouring blocks are compared, so that a slow minute of the machine slows both.
+        inner = [block for block in own if mode and 0 < block < len(blocks) - 1]
+        more = [seconds[block] - (seconds[block - 1] + seconds[block + 1]) / 2 for block in inner]
+        middle = 1e3 * statistics.median(seconds[block] for block in own)
+        added = 1e3 * statistics.median(more) if more else None
+        rows.append((name, len(waits), statistics.fmean(waits), max(waits), middle, added))
+    publish(
+        "host_waits.md", given, "Time of a step against a delay of the control group", "",
+        f"{RANKS} gloo ranks train `tiny`, each on a row of {LENGTH} tokens. Messages of the control group are "
+        f"{1e3 * DELAY:.0f} ms late. Blocks of {BLOCK} steps take turns; the first step of each is not counted. "
+        "“Waited” is the time that the first rank's host spends in waits for these messages. “More” is the median "
+        "difference of a block's median step to the mean of the two neighbouring blocks without a delay.",
+        table(["steps", "number|,", "ms waited per step, mean|.3f", "largest|.3f", "ms per step, median|.1f",
+               "ms more|.2f"], rows),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

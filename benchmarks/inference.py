@@ -3,24 +3,27 @@
     python benchmarks/inference.py --write
 
 The byte limit of a step is the bytes of weights and states that it must read, over the rate at which a loop in C reads
-the same memory (``memory_rate.py``), immediately before or after the step; the faster one counts. Times and shares are
-medians over rounds. ``--only NAME`` measures the cases whose name contains NAME.
+the same memory, immediately before or after the step; the faster one counts: on a virtual machine two blocks of memory
+may differ by a factor of two, for as long as the process lives. Times and shares are medians over rounds. ``--only
+NAME`` measures the cases whose name contains NAME.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
+import ctypes
 import statistics
-import time
-from collections.abc import Callable, Sequence
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from measuring import machine, of_processor, parser_of, publish
-from memory_rate import read_rate
-from torch import nn
+from measuring import in_turns, median_seconds, of_processor, parsed, parser_of, publish, seconds_of, table
+from torch import Tensor, nn
 
 import gecko
 from gecko.inference import Prefill, read
@@ -28,9 +31,33 @@ from gecko.inference.decoder import Decoder
 from gecko.io.quantization import plain_tensors, quantize
 
 PROMPT = 1000
-ROUNDS = 5
+ROUNDS, READINGS = 5, 5
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 POSITIONS = (1_000, 10_000, 100_000, 1_000_000)
+_LOOP = """
+#include <stdint.h>
+typedef int64_t lanes __attribute__((vector_size(64), aligned(8)));
+// Reads whole lines of 64 bytes of all blocks, each divided over the threads.
+int64_t read_blocks(const char **block, const int64_t *bytes, int64_t count, int64_t threads) {
+    int64_t total = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : total) schedule(static)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t b = 0; b < count; b++) {
+            const int64_t lines = bytes[b] / 64;
+            const lanes *at = (const lanes *)block[b] + lines * thread / threads;
+            const lanes *end = (const lanes *)block[b] + lines * (thread + 1) / threads;
+            lanes sums[4] = {{0}};
+            for (; at + 4 <= end; at += 4) {
+                __builtin_prefetch((const char *)at + 8192, 0, 2), __builtin_prefetch((const char *)at + 8256, 0, 2);
+                __builtin_prefetch((const char *)at + 8320, 0, 2), __builtin_prefetch((const char *)at + 8384, 0, 2);
+                for (int i = 0; i < 4; i++) sums[i] += at[i];
+            }
+            lanes sum = sums[0] + sums[1] + sums[2] + sums[3];
+            for (int i = 0; i < 8; i++) total += sum[i];
+        }
+    return total;
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -39,64 +66,44 @@ class Case:
 
     name: str
     rows: int
-    step: Callable[[], None]
+    step: Callable[[], object]
     bytes_read: int
     """By one step."""
     steps: int
     """Number of steps in one measurement."""
-    memory: Sequence[torch.Tensor]
+    memory: Sequence[Tensor]
     """Weights and states."""
 
+    def seconds(self) -> float:
+        return median_seconds(self.step, self.steps, warm_ups=1)
 
-@dataclass(frozen=True)
-class Measured:
-    """Result of a case in one round."""
-
-    seconds: float
-    """Time of one step."""
-    rate: float
-    """Bytes per second at which this memory can be read."""
-
-
-def main() -> None:
-    arguments = _arguments()
-    torch.manual_seed(0)
-    cases = [case for case in _cases() if arguments.only in case.name]
-    rounds = [[measured_beside_memory(case) for case in cases] for _ in range(ROUNDS)]
-    sections = [_steps_table(cases, rounds)]
-    if arguments.only in "generate":
-        sections.append(_generate_table())
-    if arguments.only in "positions":
-        sections.append(_positions_table())
-    page = "\n".join([_heading(), *sections])
-    publish(of_processor("inference"), page.splitlines(), arguments.write)
+    def beside_memory(self) -> tuple[float, float]:
+        """Return the seconds of a step, and the bytes per second at which its memory can be read at that time."""
+        before = read_rate(self.memory)
+        seconds = self.seconds()
+        return seconds, max(before, read_rate(self.memory))
 
 
-def measured_beside_memory(case: Case) -> Measured:
-    """Return the seconds of a step, and the rate at which its memory can be read at that time."""
-    before = read_rate(case.memory)
-    seconds = median_step(case)
-    return Measured(seconds, max(before, read_rate(case.memory)))
+def read_rate(tensors: Sequence[Tensor]) -> float:
+    """Return bytes per second of reading all ``tensors`` once: the best of several readings."""
+    sizes = [tensor.nbytes for tensor in tensors]
+    blocks = (ctypes.c_void_p * len(sizes))(*[tensor.data_ptr() for tensor in tensors])
+    bytes_of_each = (ctypes.c_int64 * len(sizes))(*sizes)
+    loop = partial(_read_blocks(), blocks, bytes_of_each, len(sizes), torch.get_num_threads())
+    return sum(sizes) / min(seconds_of(loop) for _ in range(READINGS))
 
 
-def measure(cases: list[Case]) -> dict[str, float]:
-    """Return the median seconds of a step; every round takes each case once."""
-    found: dict[str, list[float]] = {case.name: [] for case in cases}
-    for _ in range(ROUNDS):
-        for case in cases:
-            found[case.name].append(median_step(case))
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-def median_step(case: Case) -> float:
-    """Return the median seconds of the steps of one measurement."""
-    case.step()
-    times = []
-    for _ in range(case.steps):
-        begin = time.perf_counter()
-        case.step()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+@cache
+def _read_blocks() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder, "loop.c"), Path(folder, "loop.so")
+        source.write_text(_LOOP, encoding="ascii")
+        flags = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+        subprocess.run(["gcc", *flags, str(source), "-o", str(built)], check=True)
+        function = ctypes.CDLL(str(built)).read_blocks
+    function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+    function.restype = ctypes.c_int64
+    return function
 
 
 def bytes_of_weights(model: gecko.Gecko) -> int:
@@ -129,8 +136,7 @@ def bytes_of_state(prefill: Prefill, config: gecko.GeckoConfig, window_dtype: to
     return total
 
 
-def _cases() -> list[Case]:
-    cases = []
+def cases() -> Iterator[Case]:
     for preset, rows, steps in (("tiny", (1, 16), 300), ("gecko-125m", (1, 16), 12)):
         model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
         prefill = read(model, [torch.randint(0, 256, (PROMPT,))])
@@ -138,11 +144,11 @@ def _cases() -> list[Case]:
             one = in_format(model, name)
             start = prefill if name == "float32" else read(one, [torch.randint(0, 256, (PROMPT,))])
             for count in rows:
-                cases.append(gecko_case(f"{preset}, {name}, {count} rows", one, start, count, steps))
+                yield gecko_case(f"{preset}, {name}, {count} rows", one, start, count, steps)
             narrow = f"{preset}, {name}, window in bfloat16, {rows[-1]} rows"
-            cases.append(gecko_case(narrow, one, start, rows[-1], steps, torch.bfloat16))
-        cases += [_llama_case(preset, model, context, steps) for context in (128, 512, 4096)]
-    return cases
+            yield gecko_case(narrow, one, start, rows[-1], steps, torch.bfloat16)
+        for context in (128, 512, 4096):
+            yield llama_case(preset, model, context, steps)
 
 
 def in_format(model: gecko.Gecko, name: str) -> gecko.Gecko:
@@ -181,7 +187,7 @@ def llama_hidden(model: gecko.Gecko) -> int:
     return 32 * round((block - 4 * config.model_dim**2) / (3 * config.model_dim) / 32)
 
 
-def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Case:
+def llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Case:
     """A Llama of transformers with about as many weights in its blocks, after ``context`` tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -206,69 +212,61 @@ def _llama_case(preset: str, model: gecko.Gecko, context: int, steps: int) -> Ca
     return Case(f"Llama like {preset}, float32, context {context:,}", 1, step, total, steps, list(llama.parameters()))
 
 
-def _steps_table(cases: list[Case], rounds: list[list[Measured]]) -> str:
-    lines = [
-        f"## A decoded token, Gecko after {PROMPT:,} tokens", "",
-        "| case | ms per step | tokens/s | MB read | GB/s of this memory | share of the byte limit |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    for case, measured in zip(cases, zip(*rounds, strict=True), strict=True):
-        took = statistics.median(one.seconds for one in measured)
-        share = statistics.median(case.bytes_read / one.rate / one.seconds for one in measured)
-        rate = statistics.median(one.rate for one in measured)
-        lines.append(
-            f"| {case.name} | {took * 1e3:.3f} | {case.rows / took:,.0f} | {case.bytes_read / 1e6:,.1f} | "
-            f"{rate / 1e9:.1f} | {share:.0%} |"
-        )
-    return "\n".join([*lines, ""])
+def steps_table(cases: Sequence[Case]) -> list[str]:
+    rows = []
+    rounds = in_turns({case.name: case.beside_memory for case in cases}, ROUNDS)
+    for case in cases:
+        took, rate = (statistics.median(column) for column in zip(*rounds[case.name], strict=True))
+        share = statistics.median(case.bytes_read / rate / seconds for seconds, rate in rounds[case.name])
+        rows.append((case.name, 1e3 * took, case.rows / took, case.bytes_read / 1e6, rate / 1e9, share))
+    columns = ["case", "ms per step|.3f", "tokens/s|,.0f", "MB read|,.1f", "GB/s of this memory|.1f",
+               "share of the byte limit|.0%"]  # fmt: skip
+    return [f"## A decoded token, Gecko after {PROMPT:,} tokens", table(columns, rows)]
 
 
-def _generate_table() -> str:
+def generate_table() -> list[str]:
     """Measure whole calls of ``gecko.generate``, without the prompt: a long call minus a short one."""
     model = gecko.Gecko(gecko.GeckoConfig.preset("tiny")).eval()
     prompt = torch.randint(0, 256, (PROMPT,))
-    lines = ["## gecko.generate, tiny, float32", "", "| sampling | rows | tokens/s |", "|---|---:|---:|"]
+
+    def call(rows: int, temperature: float, count: int) -> object:
+        return gecko.generate(model, [prompt] * rows, max_new_tokens=count, temperature=temperature, seed=0)
+
+    found = []
     for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
         for rows in (1, 16):
-            found = []
-            for _ in range(ROUNDS):
-                times = []
-                for count in (1, 501):
-                    begin = time.perf_counter()
-                    gecko.generate(model, [prompt] * rows, max_new_tokens=count, temperature=temperature, seed=0)
-                    times.append(time.perf_counter() - begin)
-                found.append(rows * 500 / (times[1] - times[0]))
-            lines.append(f"| {name} | {rows} | {statistics.median(found):,.0f} |")
-    return "\n".join([*lines, ""])
+            short, long = (partial(call, rows, temperature, count) for count in (1, 501))
+            rates = [rows * 500 / (seconds_of(long) - seconds_of(short)) for _ in range(ROUNDS)]
+            found.append((name, rows, statistics.median(rates)))
+    return ["## gecko.generate, tiny, float32", table(["sampling", "rows|,", "tokens/s|,.0f"], found)]
 
 
-def _positions_table() -> str:
+def positions_table() -> list[str]:
     """Measure steps of ``tiny`` far into a text."""
     model = gecko.Gecko(gecko.GeckoConfig.preset("tiny")).eval()
-    cases, state, before = [], None, 0
+    ways, state, before = {}, None, 0
     for position in POSITIONS:
         prefill = read(model, [torch.randint(0, 256, (position - before,))], state)
         state, before = prefill.state, position
-        cases.append(gecko_case(f"{position:,}", model, prefill, 1, 300))
-    seconds = measure(cases)
-    first = seconds[cases[0].name]
-    lines = ["## tiny, float32, by position", "", "| position | ms per step | of the first |", "|---:|---:|---:|"]
-    lines += [f"| {name} | {took * 1e3:.3f} | {took / first:.3f} |" for name, took in seconds.items()]
-    return "\n".join([*lines, ""])
+        ways[position] = gecko_case(f"{position:,}", model, prefill, 1, 300).seconds
+    medians = {position: statistics.median(times) for position, times in in_turns(ways, ROUNDS).items()}
+    rows = [(position, 1e3 * took, took / medians[POSITIONS[0]]) for position, took in medians.items()]
+    return ["## tiny, float32, by position", table(["position|,", "ms per step|.3f", "of the first|.3f"], rows)]
 
 
-def _heading() -> str:
-    return (
-        f"# Inference on the CPU\n\n{date.today()}, {machine()}, {torch.get_num_threads()} threads. "
-        "The limit of a step is the rate at which a loop in C reads its weights and states, also from caches. "
-        f"Random weights. Medians of {ROUNDS} alternating rounds. Command: `python benchmarks/inference.py --write`.\n"
-    )
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", default="", help="measure the cases whose name contains this text")
-    return parser.parse_args()
+def main() -> None:
+    given = parsed(parser_of(__doc__, only=("", "measure the cases whose name contains this text")))
+    torch.manual_seed(0)
+    parts = steps_table([case for case in cases() if given.only in case.name])
+    if given.only in "generate":
+        parts += generate_table()
+    if given.only in "positions":
+        parts += positions_table()
+    publish(
+        of_processor("inference"), given, "Inference on the CPU",
+        f"{torch.get_num_threads()} threads. The limit of a step is the rate at which a loop in C reads its weights "
+        f"and states, also from caches. Random weights. Medians of {ROUNDS} alternating rounds.", *parts,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,20 +2,20 @@
 
     python benchmarks/kept.py perplexity/compare_gecko runs/gecko/eval/perplexity.json    # add a result, or replace it
 
-``results.csv`` has a line for each result: command, code, machine, and the settings that pages show; the command has
-the others. ``scores.csv.gz`` has a line for each number. Wilson intervals are left out, as they follow from value and
-n. An empty cell in columns such as the machine or the score repeats the one above. ``rows.csv.gz`` has the losses by
-held-out row from which intervals are computed, a column for each result. A result is a file of ``gecko eval --out`` or
-of a benchmark, or the ``comparison.json`` of ``gecko compare``.
+``results.csv.xz`` has a line for each result: command, code, machine, and the settings that pages show; the command
+has the others. ``scores.csv.xz`` has a line for each number. Wilson intervals are left out, as they follow from value
+and n. An empty cell in columns such as the machine or the score repeats the one above. ``rows.csv.xz`` has the losses
+by held-out row from which intervals are computed, a column for each result. A result is a file of ``gecko eval --out``
+or of a benchmark, or the ``comparison.json`` of ``gecko compare``.
 """
 
 from __future__ import annotations
 
 import csv
 import functools
-import gzip
 import io
 import json
+import lzma
 import re
 import sys
 import tempfile
@@ -39,24 +39,17 @@ _REPEATED = {
 _JOINT = "; "
 _DIGITS, _ROW_DIGITS, _SHARE_DIGITS = 7, 6, 4
 
-_FIRST = {"difference": None, "difference_interval": None}
-
 Record = dict[str, Any]
 """A result as in its file, as far as it is kept."""
 
 
-def _path(table: str) -> Path:
-    return FOLDER / (f"{table}.csv" if table == "results" else f"{table}.csv.gz")
-
-
 @functools.cache
 def _table(table: str) -> list[dict[str, str]]:
-    path = _path(table)
+    path = FOLDER / f"{table}.csv.xz"
     if not path.exists():
         return []
-    content = path.read_bytes()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
-    lines, above = list(csv.DictReader(io.StringIO(text, newline=""))), dict[str, str]()
+    with lzma.open(path, "rt", encoding="utf-8", newline="") as file:
+        lines, above = list(csv.DictReader(file)), dict[str, str]()
     for line in lines:
         above |= {column: line[column] for column in _REPEATED[table] if line[column]}
         line |= above
@@ -69,12 +62,8 @@ def _scores() -> dict[str, list[dict[str, str]]]:
 
 
 def names(folder: str) -> list[str]:
-    """Return the names of the results in a folder, sorted."""
-    return sorted(line["name"] for line in _table("results") if line["name"].startswith(f"{folder}/"))
-
-
-def has(name: str) -> bool:
-    return any(line["name"] == name for line in _table("results"))
+    """Return the names of the results in a folder, in the order of the table."""
+    return [line["name"] for line in _table("results") if line["name"].startswith(f"{folder}/")]
 
 
 def read(name: str) -> Record:
@@ -99,7 +88,9 @@ def comparison(name: str) -> Record:
     runs: dict[tuple[str, int], Record] = {}
     for score in record["scores"]:
         where, value = score["where"], score["value"]
-        recipe = recipes.setdefault(where["recipe"], {"recipe": where["recipe"], **_FIRST})
+        recipe = recipes.setdefault(
+            where["recipe"], {"recipe": where["recipe"], "difference": None, "difference_interval": None}
+        )
         if "seed" not in where and "learning_rate" not in where:
             recipe |= {score["name"]: value, f"{score['name']}_interval": score["interval"]}
         elif "seed" in where:
@@ -114,9 +105,8 @@ def comparison(name: str) -> Record:
 
 
 def _score(line: Mapping[str, str]) -> Record:
-    interval: Record | None = None
+    interval, own = None, "" if "95 %" in line["method"] else _over(int(line["n"]), line["unit"])
     if line["low"]:
-        own = "" if "95 %" in line["method"] else _over(int(line["n"]), line["unit"])
         interval = {"low": float(line["low"]), "high": float(line["high"]), "method": line["method"] + own}
     where = dict(zip(line["keys"].split(_JOINT), map(_value, line["case"].split(_JOINT)), strict=True))
     where.pop("-", None)
@@ -171,7 +161,7 @@ def keep(name: str, path: Path) -> None:
     rows += [{} for _ in range(len(losses) - len(rows))]
     for row, loss in zip(rows, losses, strict=False):
         row[name] = f"{loss:.{_ROW_DIGITS}g}"
-    _write("results", sorted(results, key=lambda one: one["name"]))
+    _write("results", results)
     _write("scores", sorted(kept_scores, key=lambda one: one["name"]))
     _write("rows", rows)
     _table.cache_clear()
@@ -228,16 +218,15 @@ def _rows(interval: Mapping[str, Any] | None) -> int:
 def _write(table: str, lines: Sequence[Mapping[str, str]]) -> None:
     columns = list(dict.fromkeys(column for line in lines for column in line))
     above: dict[str, str] = {}
-    text, path = io.StringIO(), _path(table)
+    text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for line in lines:
         repeated = [column for column in _REPEATED[table] if above.get(column) == line[column]]
         writer.writerow({**line, **dict.fromkeys(repeated, "")})
         above = dict(line)
-    content = text.getvalue().encode()
-    # Without a time, equal tables are equal files.
-    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    content = lzma.compress(text.getvalue().encode(), preset=9 | lzma.PRESET_EXTREME)
+    (FOLDER / f"{table}.csv.xz").write_bytes(content)
 
 
 if __name__ == "__main__":

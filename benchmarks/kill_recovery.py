@@ -11,7 +11,6 @@ intervention. The loss of every step, the held-out losses and every bit of the l
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -21,22 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from measuring import RESULTS, machine, parsed, parser_of, table
 from safetensors.torch import load_file
 
 from gecko.config import GeckoConfig
 from gecko.io.checkpoints import SHARDS, checkpoint_step, list_checkpoints
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, Run, SampleSettings
 from gecko.train.metrics import read_metrics
-from gecko.train.throughput import describe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "kill_recovery.md"
 RESUMED = re.compile(r"continuing after step (\d+)")
 PATIENCE = 180
 """Seconds without progress after which a job counts as lost."""
@@ -67,18 +65,11 @@ def small_run(folder: Path, steps: int) -> Run:
         chunk_size=8, timestep_groups=4,
     )  # fmt: skip
     return Run(
-        model=model,
-        output=str(folder),
-        data=DataSettings(source=str(source), validation_fraction=0.2),
-        batch_size=4,
-        sequence_length=64,
-        steps=steps,
-        optimizer=OptimizerSettings(learning_rate=5e-3),
+        model=model, output=str(folder), data=DataSettings(source=str(source), validation_fraction=0.2), batch_size=4,
+        sequence_length=64, steps=steps, optimizer=OptimizerSettings(learning_rate=5e-3),
         evaluation=EvaluationSettings(every=max(1, steps // 4), rows=4, final_rows=8),
-        checkpoint=CheckpointSettings(every=7, keep=2),
-        sample=SampleSettings(prompt="red ", tokens=5),
-        threads=1,
-    )
+        checkpoint=CheckpointSettings(every=7, keep=2), sample=SampleSettings(prompt="red ", tokens=5), threads=1,
+    )  # fmt: skip
 
 
 class Job:
@@ -136,26 +127,23 @@ def kill_at_random(job: Job, kills: int, steps: int, seed: int) -> list[Kill]:
         if starting:
             time.sleep(choose.uniform(0.5, 6.0))
         else:
-            _wait_for_step(job, moment)
+            wait_until(lambda: job.step() >= moment, job)  # noqa: B023
             time.sleep(choose.uniform(0.0, 0.1))
         done.append(_kill_one(job, choose, "starting" if starting else "training"))
     return done
 
 
-def _wait_for_step(job: Job, step: int) -> None:
+def wait_until(happened: Callable[[], object], job: Job) -> None:
     end = time.monotonic() + PATIENCE
-    while job.step() < step:
+    while not happened():
         if not job.running or time.monotonic() > end:
             raise RuntimeError(f"the job did not come back:\n{job.log.read_text()[-4000:]}")
         time.sleep(0.01)
 
 
 def _kill_one(job: Job, choose: random.Random, phase: str) -> Kill:
-    end = time.monotonic() + PATIENCE
-    while not (workers := job.workers()):
-        if time.monotonic() > end:
-            raise RuntimeError("the job has no processes.")
-        time.sleep(0.01)
+    wait_until(job.workers, job)
+    workers = job.workers()
     step, checkpoint, resumptions = job.step(), job.newest_checkpoint(), len(job.resumptions())
     rank = choose.randrange(len(workers))
     workers[rank].send_signal(signal.SIGKILL)
@@ -181,34 +169,6 @@ def same_checkpoint(left: Path, right: Path) -> bool:
     return True
 
 
-def measure(folder: Path, *, kills: int, ranks: int, steps: int, seed: int) -> str:
-    """Train twice, compare, and return the report; RuntimeError if the two runs differ."""
-    recipe = folder / "run.json"
-    run = small_run(folder, steps)
-    run.save(recipe)
-    begin = time.monotonic()
-    alone = Job(recipe, folder / "alone", ranks, 0)
-    alone.wait()
-    middle = time.monotonic()
-    job = Job(recipe, folder / "killed", ranks, kills + 3)
-    done = kill_at_random(job, kills, steps, seed)
-    job.wait()
-    seconds = (middle - begin, time.monotonic() - middle)
-    resumed = resumed_after(done, job.resumptions())
-    same = {
-        "Never went back past the newest finished checkpoint": all(
-            kill.checkpoint <= (after or 0) for kill, after in zip(done, resumed, strict=True)
-        ),
-        "Same loss, gradient norm and held-out loss of every step": curve(alone.output) == curve(job.output),
-        "Same final held-out loss": _result(alone.output) == _result(job.output),
-        "Same last checkpoint, every bit": same_checkpoint(alone.output, job.output),
-    }
-    report = _report(run, ranks, done, resumed, same, seconds, _result(job.output)["loss"])
-    if not all(same.values()):
-        raise RuntimeError(report)
-    return report
-
-
 def resumed_after(kills: list[Kill], resumptions: list[int]) -> list[int | None]:
     """Return the step from which the run resumed after each kill; None: from the start. For a session that was killed
     before it resumed, it is the step of the session after it."""
@@ -219,58 +179,59 @@ def resumed_after(kills: list[Kill], resumptions: list[int]) -> list[int | None]
     return found
 
 
-def _result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
-
-
-def _report(
-    run: Run, ranks: int, kills: list[Kill], resumed: list[int | None], same: dict[str, bool],
-    seconds: tuple[float, float], loss: float,
-) -> str:  # fmt: skip
-    rows = []
-    for number, (kill, after) in enumerate(zip(kills, resumed, strict=True), start=1):
-        again = "" if after is None else max(0, kill.step - after)
-        went_on = "the start" if after is None else after
-        cells = (number, kill.rank, kill.phase, kill.step, kill.checkpoint, went_on, again)
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
-    worst = max(kill.step - (after or 0) for kill, after in zip(kills, resumed, strict=True))
-    return "\n".join(
-        [
-            "# Kill -9 and come back",
-            "",
-            f"`python benchmarks/kill_recovery.py --kills {len(kills)} --ranks {ranks} --steps {run.steps}`",
-            f"on {hardware}.",
-            "",
-            f"{len(kills)} kills of one of {ranks} processes; a checkpoint every {run.checkpoint.every} steps. "
-            f"{seconds[0]:.0f} s left alone, {seconds[1]:.0f} s with kills. Final held-out loss {loss!r} in both runs. "
-            f"At most {worst} steps were done again.",
-            "",
-            *(f"- {what}: {'yes' if equal else 'NO'}" for what, equal in same.items()),
-            "",
-            "| kill | rank | while | last step seen | finished checkpoint | went on after step | steps done again |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+def measure(folder: Path, kills: int, ranks: int, steps: int, seed: int) -> str:
+    """Train twice, compare, and return the page; RuntimeError if the two runs differ."""
+    recipe = folder / "run.json"
+    run = small_run(folder, steps)
+    run.save(recipe)
+    begin = time.monotonic()
+    alone = Job(recipe, folder / "alone", ranks, 0)
+    alone.wait()
+    middle = time.monotonic()
+    job = Job(recipe, folder / "killed", ranks, kills + 3)
+    done = kill_at_random(job, kills, steps, seed)
+    job.wait()
+    seconds = middle - begin, time.monotonic() - middle
+    pairs = list(zip(done, resumed_after(done, job.resumptions()), strict=True))
+    ends = [json.loads((one.output / "results.json").read_text(encoding="utf-8")) for one in (alone, job)]
+    same = {
+        "Never went back past the newest finished checkpoint": all(x.checkpoint <= (after or 0) for x, after in pairs),
+        "Same loss, gradient norm and held-out loss of every step": curve(alone.output) == curve(job.output),
+        "Same final held-out loss": ends[0] == ends[1],
+        "Same last checkpoint, every bit": same_checkpoint(alone.output, job.output),
+    }
+    rows = (
+        (str(number), str(x.rank), x.phase, str(x.step), str(x.checkpoint),
+         "the start" if after is None else str(after), "" if after is None else str(max(0, x.step - after)))
+        for number, (x, after) in enumerate(pairs, start=1)
+    )  # fmt: skip
+    columns = ["kill", "rank", "while", "last step seen", "finished checkpoint", "went on after step",
+               "steps done again"]  # fmt: skip
+    page = "\n\n".join([
+        "# Kill -9 and come back",
+        f"`python benchmarks/kill_recovery.py --kills {kills} --ranks {ranks} --steps {steps}`\non {machine()}.",
+        f"{kills} kills of one of {ranks} processes; a checkpoint every {run.checkpoint.every} steps. {seconds[0]:.0f} "
+        f"s left alone, {seconds[1]:.0f} s with kills. Final held-out loss {ends[1]['loss']!r} in both runs. At most "
+        f"{max(x.step - (after or 0) for x, after in pairs)} steps were done again.",
+        "\n".join(f"- {what}: {'yes' if equal else 'NO'}" for what, equal in same.items()),
+        table(columns, rows) + "\n",
+    ])  # fmt: skip
+    if not all(same.values()):
+        raise RuntimeError(page)
+    return page
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    parser = parser_of(
+        __doc__, write=False, kills=(20, "of a process"), ranks=(2, "processes"), steps=(300, "of the run"),
+        seed=(0, "of the moments"), out=(RESULTS / "kill_recovery.md", "file of the page"),
+    )  # fmt: skip
+    given = parsed(parser)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        report = measure(
-            Path(folder), kills=arguments.kills, ranks=arguments.ranks, steps=arguments.steps, seed=arguments.seed
-        )
-    arguments.out.write_text(report, encoding="utf-8")
-    print(report)
+        page = measure(Path(folder), given.kills, given.ranks, given.steps, given.seed)
+    given.out.write_text(page, encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":

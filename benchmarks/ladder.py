@@ -27,7 +27,6 @@ difference is the mean of theirs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -38,6 +37,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from measuring import parser_of, size_of, table
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 from tables import DEVICE, WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
@@ -220,8 +220,7 @@ def run(planned: Planned) -> list[tuple[object, ...]]:
         return [(*planned.key, f"{tuned:.5f}", *where)]
     model = load_any(folder).to(DEVICE).eval()
     losses = [f"{score(model, planned.books / 'test' / f'{name}.txt'):.5f}" for name in TEST]
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return [(*planned.key, size, *losses, f"{tuned:.5f}", *where)]
+    return [(*planned.key, size_of(model), *losses, f"{tuned:.5f}", *where)]
 
 
 class Ran(NamedTuple):
@@ -353,16 +352,16 @@ def _rates() -> str:
 
 
 def _table(title: str, difference: str, models: Sequence[Model]) -> str:
-    lines = [f"| {title} | seeds | nats per byte | {difference}, 95 % interval |", "|---|---:|---:|---|"]
+    rows = []
     for model in models:
         found, change = losses_of(model.name), contrast(model.name, model.base)
-        loss = f"{_mean(model.name):.4f}" if found else "not run"
-        lines.append(f"| {model.name} | {len(seeds_of(found))} | {loss} | {'' if change is None else change.shown()} |")
-    return "\n".join(lines) + "\n"
+        loss = _mean(model.name) if found else "not run"
+        rows.append((model.name, len(seeds_of(found)), loss, "" if change is None else change.shown()))
+    return table([title, "seeds|d", "nats per byte|.4f", f"{difference}, 95 % interval"], rows) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=False)
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rates", action="store_true", help="tune the learning rates instead")

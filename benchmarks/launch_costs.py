@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from gpu.kernel_times import Operations, kernel_name
@@ -27,6 +28,7 @@ from kernels.sass import Code, Instruction
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from gecko.experiments.table import grouped
 from gecko.ops.backends.dispatch import Launch, blocks
 
 PROCESSORS, CLOCK = 132, 1.755e9
@@ -127,15 +129,11 @@ def costs(call: Callable[[], Any]) -> list[Cost]:
     return [x if isinstance(x, Cost) else of_launch(x) for x in found]
 
 
-_COMPILED: dict[Configuration, tuple[Code, dict[str, str], int]] = {}
-
-
+@cache
 def _code(configuration: Configuration) -> tuple[Code, dict[str, str], int]:
-    if configuration not in _COMPILED:
-        kernel = compiled(configuration, 90)
-        binary = kernel.asm["cubin"]
-        _COMPILED[configuration] = Code.of(binary), usage(binary), kernel.metadata.shared
-    return _COMPILED[configuration]
+    kernel = compiled(configuration, 90)
+    binary = kernel.asm["cubin"]
+    return Code.of(binary), usage(binary), kernel.metadata.shared
 
 
 def of_launch(launch: Launch) -> Cost:
@@ -228,13 +226,8 @@ def _bytes(tensors: list[Tensor]) -> float:
 
 def merged(found: list[Cost]) -> Iterator[tuple[int, Cost]]:
     """Yield the launches of each name, in their order, as one: how many, and their sums."""
-    by_name: dict[tuple[str, int], list[Cost]] = {}
-    for cost in found:
-        by_name.setdefault((cost.name, cost.registers), []).append(cost)
-    for group in by_name.values():
+    for group in grouped(found, lambda cost: (cost.name, cost.registers)).values():
         first = group[0]
-        yield len(group), Cost(
-            first.name, sum(x.seconds for x in group), sum(x.bytes for x in group),
-            sum(x.instructions for x in group), sum(x.flops for x in group), first.warps, first.registers,
-            first.resident, max(x.waves for x in group), first.in_flight, max(group, key=lambda x: x.seconds).limit,
-        )  # fmt: skip
+        sums = {name: sum(getattr(x, name) for x in group) for name in ("seconds", "bytes", "instructions", "flops")}
+        limit = max(group, key=lambda x: x.seconds).limit
+        yield len(group), replace(first, **sums, waves=max(x.waves for x in group), limit=limit)

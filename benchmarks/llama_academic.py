@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import csv
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import describe, find_model, parser_of, publish
+from measuring import described, find_model, parsed, parser_of, publish, table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -69,42 +69,34 @@ class TransformersModel:
 
 
 def main() -> None:
-    arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
-    folder = find_model(arguments.model)
+    given = _arguments()
+    folder = find_model(given.model)
     tokenizer, model = load_tokenizer(folder), gecko.load(folder)
-    llama = AutoModelForCausalLM.from_pretrained(
-        arguments.gguf.parent, gguf_file=arguments.gguf.name, dtype=torch.float32
-    )
+    llama = AutoModelForCausalLM.from_pretrained(given.gguf.parent, gguf_file=given.gguf.name, dtype=torch.float32)
     sides = {"Gecko block": GeckoModel(model, tokenizer, folder.name), "Llama": TransformersModel(llama, tokenizer)}
-    where = {"limit": str(arguments.limit or ""), "weights": fingerprint(model)}
-    for task in arguments.tasks:
+    where = {"limit": str(given.limit or ""), "weights": fingerprint(model)}
+    for task in given.tasks:
         for side, scored in sides.items():
-            if not any((row["side"], row["task"]) == (side, task) for row in _table(arguments.out, where)):
-                _add(arguments.out, side, task, scored, arguments, where)
-    table = _table(arguments.out, where)
-    longest = max(int(row["longest"] or 0) for row in table)
-    command = f"python benchmarks/llama_academic.py {folder.name} --gguf {arguments.gguf.name} --data academic"
-    head = [
-        "# Short tasks: a converted Llama beside the Llama", "",
-        describe(model, folder, [], command).replace(" Text: .", ""), "",
+            if not any((row["side"], row["task"]) == (side, task) for row in _table(given.out, where)):
+                _add(given, side, task, scored, where)
+    found = _table(given.out, where)
+    longest = max(int(row["longest"] or 0) for row in found)
+    publish(
+        "llama_academic.md", given, "Short tasks: a converted Llama beside the Llama", described(model, folder),
         "The Llama is transformers' own reading of the GGUF file, in float32. The longest prompt with its answer has "
         f"{longest:,} tokens, and the window {2 * model.config.chunk_size:,}. Intervals are those of one side; both "
-        "sides answer the same items.", "",
-        "| task | metric | items | Gecko block | Llama | 95 % interval | points apart |",
-        "|---|---|---:|---:|---:|---|---:|",
-    ]  # fmt: skip
-    publish("llama_academic.md", [*head, *_rows(table)], arguments.write)
+        "sides answer the same items.",
+        table(["task", "metric", "items|>", "Gecko block|.2%", "Llama|.2%", "95 % interval", "points apart|+.2f"],
+              _rows(found)),
+    )  # fmt: skip
 
 
-def _add(
-    out: Path, side: str, task: str, scored: Any, arguments: argparse.Namespace, where: dict[str, str]
-) -> None:  # fmt: skip
+def _add(given: argparse.Namespace, side: str, task: str, scored: Any, where: dict[str, str]) -> None:
     begin = time.perf_counter()
-    results = academic(scored, [task], data=arguments.data, limit=arguments.limit)
+    results = academic(scored, [task], data=given.data, limit=given.limit)
     seconds, longest = f"{time.perf_counter() - begin:.0f}", getattr(scored, "longest", "")
-    new = not out.exists()
-    with out.open("a", encoding="utf-8", newline="") as file:
+    new = not given.out.exists()
+    with given.out.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([COLUMNS] if new else [])
         for score in results.scores:
@@ -119,17 +111,12 @@ def _table(out: Path, where: dict[str, str]) -> list[dict[str, str]]:
     return [line for line in lines if where.items() <= line.items()]
 
 
-def _rows(table: Sequence[dict[str, str]]) -> list[str]:
+def _rows(table: Sequence[dict[str, str]]) -> Iterator[tuple[object, ...]]:
     ours, theirs = ({(r["task"], r["metric"]): r for r in table if r["side"] == s} for s in ("Gecko block", "Llama"))
-    lines = []
     for key in sorted(ours.keys() & theirs.keys()):
         value, low, high = (float(ours[key][name]) for name in ("value", "low", "high"))
         other = float(theirs[key]["value"])
-        lines.append(
-            f"| {' | '.join(key)} | {ours[key]['items']} | {value:.2%} | {other:.2%} | {low:.1%} .. {high:.1%} | "
-            f"{100 * (value - other):+.2f} |"
-        )
-    return lines
+        yield *key, ours[key]["items"], value, other, f"{low:.1%} .. {high:.1%}", 100 * (value - other)
 
 
 def _arguments() -> argparse.Namespace:
@@ -140,7 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=TASKS, metavar="TASK")
     parser.add_argument("--limit", type=int, help="only the first items of every task")
     parser.add_argument("--out", type=Path, default=Path("llama_academic.csv"), help="table of the tasks that ended")
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ is timed before and after the million tokens.
 A document is a novel, files of Python's standard library one after another, or meetings of a file of QMSum one after
 another. The same weights read each document with several windows; full attention is a window that holds the whole text.
 Keys and values are in float32. Every measurement is written at once to results/llama_window.jsonl, and none is made
-again. The tables have 95 % intervals over documents, by Student's t.
+again; ``--write`` moves them all to llama_window.jsonl.xz. The tables have 95 % intervals over documents, by Student's
+t.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import lzma
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import RESULTS, describe, find_model, parser_of, peak, publish, resident
+from measuring import RESULTS, described, find_model, parsed, parser_of, peak, publish, resident, table
 from torch import Tensor
 
 import gecko
@@ -84,7 +87,7 @@ def measure(model: gecko.Gecko, tokens: Tensor, chunk: int, sinks: int) -> list[
 
 def windows(arguments: argparse.Namespace, path: Path, name: str, model: gecko.Gecko, tokenizer: Tokenizer) -> None:
     """Make the measurements that are not in the file yet."""
-    done = {tuple(row[key] for key in CELL) for row in read_lines(path) if "losses" in row}
+    done = {tuple(row[key] for key in CELL) for row in measured(path) if "losses" in row}
     cells = [(chunk, sinks) for chunk in arguments.chunks for sinks in arguments.sinks]
     for kind, document, text in documents(arguments):
         tokens = torch.tensor(tokenizer.encode(text)[: arguments.tokens])
@@ -96,6 +99,13 @@ def windows(arguments: argparse.Namespace, path: Path, name: str, model: gecko.G
             if cell not in done:
                 losses = measure(model, tokens[:length], chunk, sinks)
                 append(path, {**dict(zip(CELL, cell, strict=True)), "losses": losses})
+
+
+def measured(path: Path) -> list[Row]:
+    """Return the measurements of earlier pages, and those that were made since."""
+    packed = path.with_name(f"{path.name}.xz")
+    with lzma.open(packed, "rt", encoding="utf-8") if packed.exists() else nullcontext([]) as lines:
+        return [*map(json.loads, lines), *(read_lines(path) if path.exists() else [])]
 
 
 def append(path: Path, row: Row) -> None:
@@ -142,8 +152,8 @@ def shown(values: Sequence[float], sign: str = "") -> str:
     return f"{mean:{sign}.3f}{between}"
 
 
-def table(found: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for every kind, window and range of positions, from the end of the window on."""
+def window_rows(found: Sequence[Row]) -> Iterator[tuple[object, ...]]:
+    """Yield a row for every kind, window and range of positions, from the end of the window on."""
     cells = {(row["kind"], row["document"], row["chunk"], row["sinks"]): row["losses"] for row in found}
     for kind, chunk, sinks in sorted({(kind, chunk, sinks) for kind, _, chunk, sinks in cells if chunk}):
         mine = {name: losses for (k, name, c, s), losses in cells.items() if (k, c, s) == (kind, chunk, sinks)}
@@ -158,65 +168,65 @@ def table(found: Sequence[Row]) -> Iterator[str]:
                 for than in (full, other if sinks else {n: [] for n in mine})
             )
             yield (
-                f"| {kind} | {chunk:,} | {sinks} | {low * BLOCK:,} .. {high * BLOCK - 1:,} | {len(here)} | "
-                f"{shown(list(within.values()))} | {shown(over, '+') if over else ''} | "
-                f"{shown(gained, '+') if gained else ''} |"
-            )
+                kind, chunk, sinks, f"{low * BLOCK:,} .. {high * BLOCK - 1:,}", len(here),
+                shown(list(within.values())), shown(over, "+") if over else "", shown(gained, "+") if gained else "",
+            )  # fmt: skip
 
 
-def page(found: Sequence[Row], heading: str) -> list[str]:
-    losses = [row for row in found if "losses" in row]
+def page(found: Sequence[Row]) -> list[str]:
     marks = {(row["phase"], row["position"]): row for row in found if "phase" in row}  # of several runs, the last
-    lines = [
-        "# What a converted Llama loses beyond its window", "", heading, "",
-        "Nats per token, means over documents with 95 % intervals over them. Up to the window all are equal.", "",
-        "| text | chunk | sinks | positions | documents | loss | above full attention | above no sinks |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|", *table(losses),
+    parts = [
+        "Nats per token, means over documents with 95 % intervals over them. Up to the window all are equal.",
+        table(
+            ["text", "chunk|,", "sinks|d", "positions|>", "documents|d", "loss|>", "above full attention|>",
+             "above no sinks|>"],
+            window_rows([row for row in found if "losses" in row]),
+        ),
     ]  # fmt: skip
     if marks:
-        lines += [
-            "", "## Reading and decoding far into a text", "",
-            "| | position | ms a token | memory in use, MB | highest so far, MB |", "|---|---:|---:|---:|---:|",
-        ]  # fmt: skip
-    for row in marks.values():
-        memory = f"{row['resident'] / 1e6:,.1f} | {row['peak'] / 1e6:,.1f}"
-        lines.append(f"| {row['phase']} | {row['position']:,} | {row['ms_per_token']} | {memory} |")
-    return lines
+        rows = ((row["phase"], row["position"], str(row["ms_per_token"]), row["resident"] / 1e6, row["peak"] / 1e6)
+                for row in marks.values())  # fmt: skip
+        columns = ["", "position|,", "ms a token|>", "memory in use, MB|,.1f", "highest so far, MB|,.1f"]
+        parts += ["## Reading and decoding far into a text", table(columns, rows)]
+    return parts
 
 
 def main() -> None:
-    parser = parser_of(__doc__, threads=True)
+    parser = parser_of(
+        __doc__, threads=True, documents=(4, "documents of each kind"),
+        skip=(20_000, "characters at the start of each novel to leave out"),
+        tokens=(65_536, f"tokens to read of each, a multiple of {BLOCK}"),
+        full=(8192, "tokens to read with full attention"), chunks=([1024, 512, 256], "chunks of the windows"),
+        sinks=([1, 0], "numbers of sinks"), decode=(20_000, "tokens to decode before and after --million"),
+        rows=(RESULTS / "llama_window.jsonl", "file of the measurements"),
+    )  # fmt: skip
     parser.add_argument("model", help="a folder of gecko convert")
     parser.add_argument("--novels", nargs="*", type=Path, default=[], help="files, one document each")
     parser.add_argument("--chats", type=Path, help="a file of QMSum, in JSON Lines")
-    parser.add_argument("--documents", type=int, default=4, help="documents of each kind")
-    parser.add_argument("--skip", type=int, default=20_000, help="characters at the start of each novel to leave out")
-    parser.add_argument("--tokens", type=int, default=65_536, help=f"tokens to read of each, a multiple of {BLOCK}")
-    parser.add_argument("--full", type=int, default=8192, help="tokens to read with full attention")
-    parser.add_argument("--chunks", nargs="*", type=int, default=[1024, 512, 256], help="chunks of the windows")
-    parser.add_argument("--sinks", nargs="*", type=int, default=[1, 0], help="numbers of sinks")
     parser.add_argument("--million", type=int, metavar="N", help="read N tokens instead, and decode before and after")
-    parser.add_argument("--decode", type=int, default=20_000, help="tokens to decode before and after --million")
-    parser.add_argument("--rows", type=Path, default=RESULTS / "llama_window.jsonl", help="file of the measurements")
-    arguments = parser.parse_args()
-    if arguments.tokens % BLOCK or arguments.full % BLOCK or any(2 * chunk % BLOCK for chunk in arguments.chunks):
+    given = parsed(parser)
+    if given.tokens % BLOCK or given.full % BLOCK or any(2 * chunk % BLOCK for chunk in given.chunks):
         parser.error(f"--tokens, --full and two of --chunks must be multiples of {BLOCK}")
-    torch.set_num_threads(arguments.threads)
-    mend_lines(arguments.rows)
-    folder = find_model(arguments.model)
+    if given.rows.exists():
+        mend_lines(given.rows)
+    folder = find_model(given.model)
     model, tokenizer = gecko.load(folder), load_tokenizer(folder)
     name = f"{folder.name} {fingerprint(model)}"
-    if arguments.million:
-        text = "".join(path.read_text(encoding="utf-8") for path in arguments.novels[:4])
+    if given.million:
+        text = "".join(path.read_text(encoding="utf-8") for path in given.novels[:4])
         tokens = torch.tensor(tokenizer.encode(text))
-        million(arguments.rows, name, model, tokens, arguments.million, arguments.decode)
+        million(given.rows, name, model, tokens, given.million, given.decode)
     else:
-        windows(arguments, arguments.rows, name, model, tokenizer)
-    options = " ".join(f"--{name} {vars(arguments)[name]}" for name in ("tokens", "documents", "threads"))
-    command = f"python benchmarks/llama_window.py {folder.name} --novels FILES --chats FILE {options}"
-    heading = describe(model, folder, arguments.novels, command)
-    publish("llama_window.md", page([row for row in read_lines(arguments.rows) if row["model"] == name], heading),
-            arguments.write)  # fmt: skip
+        windows(given, given.rows, name, model, tokenizer)
+    found = measured(given.rows)
+    if given.write:
+        lines = "".join(json.dumps(row) + "\n" for row in found).encode()
+        given.rows.with_name(f"{given.rows.name}.xz").write_bytes(lzma.compress(lines, preset=9 | lzma.PRESET_EXTREME))
+        given.rows.unlink(missing_ok=True)
+    publish(
+        "llama_window.md", given, "What a converted Llama loses beyond its window",
+        described(model, folder, given.novels), *page([row for row in found if row["model"] == name]),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

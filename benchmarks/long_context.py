@@ -26,7 +26,6 @@ by the script of e862569, on packages that no setting was tuned on.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import re
@@ -36,18 +35,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 from unittest import mock
 
 import kept
 import numpy as np
 import torch
 from capacity import FORMS, LINEAR, NONE, PAPER
-from measuring import START
+from measuring import START, parser_of
+from measuring import table as markdown
 from numpy.typing import NDArray
 from tables import WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
 from torch import Tensor
 
+from gecko.experiments.table import grouped
 from gecko.inference.prefill import inference
 from gecko.io.files import whole_folder
 from gecko.models.gecko import Gecko, load
@@ -270,79 +270,62 @@ def table() -> str:
     """Return a Markdown table of the forms."""
     if not any(measured(form, repeated_loss) for form in NAMES):
         return "Not run yet.\n"
-    lines = [
-        "| memory | rate, best after 2 MB | seeds | nats per byte of repeated names | minus no memory | "
-        f"lead on them less lead on new names | gain of all over {NEAR:,} bytes, less that without memory | "
-        "minus the paper's |",
-        "|---|---:|---:|---:|---|---|---|---|",
-    ]
+    rows = []
     for form in NAMES:
         losses = measured(form, repeated_loss)
         changes = [contrast(form, NONE, measure) if form != NONE else None
                    for measure in (repeated_loss, past_gain, reset_gain)]  # fmt: skip
         against = contrast(form, PAPER, repeated_loss) if form != PAPER else None
-        loss = f"{fmean(map(fmean, losses.values())):.4f}" if losses else "not run"
+        loss = fmean(map(fmean, losses.values())) if losses else "not run"
         cells = ["" if change is None else change.shown() for change in (*changes, against)]
-        lines.append(f"| {form} | {tuned(form) or ''} | {len(losses)} | {loss} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def page() -> str:
-    """Return the page of the older results, of one seed."""
-    lines = [
-        "# Effect of long context on the loss, with and without a working memory", "",
-        "Made by `python benchmarks/evidence.py --write` of `../scores.csv.gz`. Models of 1 M parameters on "
-        "bytes; nats per byte with 95 % intervals over blocks of 1,024 bytes. A positive number is a gain.", "",
+        rows.append((form, tuned(form), len(losses), loss, *cells))
+    columns = [
+        "memory", "rate, best after 2 MB|g", "seeds|d", "nats per byte of repeated names|.4f", "minus no memory",
+        "lead on them less lead on new names", f"gain of all over {NEAR:,} bytes, less that without memory",
+        "minus the paper's",
     ]  # fmt: skip
-    for name in kept.names("long_context"):
-        lines += _tables(Path(name).name, kept.read(name))
-    return "\n".join(lines) + "\n"
+    return markdown(columns, rows) + "\n"
 
 
+CASE = ("kind", "model", "seed")
 GAINS = ("2K less 64K", "2K less 64K, less the control's", "memory of 2K less all", "control less model, all",
          "matches 2K less 64K")  # fmt: skip
 HEADINGS = ("context of 64K against 2K", "the same, more than without memory", "whole memory against one of 2K",
             "memory against none", "match predictor, 64K against 2K")  # fmt: skip
 
 
-def _tables(data: str, record: Mapping[str, Any]) -> Iterator[str]:
-    settings, hardware = record["settings"], "; ".join(record["hardware"].values())
-    yield f"## {data}"
-    yield ""
-    yield (
-        f"`{record['command']}`, commit {str(record.get('commit'))[:9]}, {hardware}. Held-out documents: "
-        f"{', '.join(Path(name).stem for name in settings['texts'])}; bytes {settings['first']:,} to "
-        f"{settings['bytes']:,} of each. Training: {settings['steps']:,} steps of 8 rows of 2,048 bytes."
-    )
-    yield ""
-    for note in record["notes"]:
-        yield note
-        yield ""
-    yield "| bytes | model | seed | loss, whole past | " + " | ".join(HEADINGS) + " |"
-    yield "|---|---|---:|---:|" + "---:|" * len(GAINS)
-    cases = dict.fromkeys(tuple(one["where"][key] for key in ("kind", "model", "seed")) for one in record["scores"])
-    for case in cases:
-        own = [one for one in record["scores"] if tuple(one["where"][key] for key in ("kind", "model", "seed")) == case]
-        whole = next(one for one in own if one["name"] == "loss" and one["where"]["mode"] == "all")
-        cells = [_cell(next((one for one in own if one["name"] == name), None)) for name in GAINS]
-        first = f"{case[0]} ({whole['n']:,})", case[1], str(case[2]), f"{whole['value']:.4f}"
-        yield f"| {' | '.join([*first, *cells])} |"
-    yield ""
-
-
-def _cell(score: Mapping[str, Any] | None) -> str:
-    if score is None:
-        return ""
-    low, high = score["interval"]["low"], score["interval"]["high"]
-    return f"{score['value']:+.4f} [{low:+.4f}, {high:+.4f}]"
+def page() -> str:
+    """Return the page of the older results, of one seed."""
+    parts = [
+        "# Effect of long context on the loss, with and without a working memory",
+        "Made by `python benchmarks/evidence.py --write` of `../scores.csv.xz`. Models of 1 M parameters on "
+        "bytes; nats per byte with 95 % intervals over blocks of 1,024 bytes. A positive number is a gain.",
+    ]
+    for name in kept.names("long_context"):
+        record = kept.read(name)
+        settings, hardware = record["settings"], "; ".join(record["hardware"].values())
+        rows = []
+        for case, scores in grouped(record["scores"], lambda one: (*map(one["where"].get, CASE),)).items():
+            of = {one["name"]: one for one in scores if one["where"].get("mode", "all") == "all"}
+            gains = ("" if gain not in of else f"{of[gain]['value']:+.4f} [{of[gain]['interval']['low']:+.4f}, "
+                     f"{of[gain]['interval']['high']:+.4f}]" for gain in GAINS)  # fmt: skip
+            rows.append((f"{case[0]} ({of['loss']['n']:,})", *case[1:], of["loss"]["value"], *gains))
+        parts += [
+            f"## {Path(name).name}",
+            f"`{record['command']}`, commit {str(record.get('commit'))[:9]}, {hardware}. Held-out documents: "
+            f"{', '.join(Path(text).stem for text in settings['texts'])}; bytes {settings['first']:,} to "
+            f"{settings['bytes']:,} of each. Training: {settings['steps']:,} steps of 8 rows of 2,048 bytes.",
+            *record["notes"],
+            markdown(["bytes", "model", "seed|d", "loss, whole past|.4f", *(f"{one}|>" for one in HEADINGS)], rows),
+        ]
+    return "\n\n".join(parts) + "\n\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=False, steps=(STEPS, "fewer for a trial; with --results elsewhere"))
     parser.add_argument("--source", type=Path, required=True, help="folder of the texts, made if it is not there")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="FORM")
-    parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial; with --results elsewhere")
     given = arguments(parser)
     if not given.source.exists():
         with whole_folder(given.source) as unfinished:

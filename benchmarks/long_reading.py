@@ -9,15 +9,15 @@ passes is the effect of the long context. Errors are standard errors over pieces
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from measuring import DEMO, START, byte_tokens, describe, find_model, parser_of, peak, publish, resident, text_files
+from measuring import START, byte_tokens, model_and_texts, parsed, peak, publish, reading_parser, resident, table
+from scipy import stats
 from torch import Tensor
 
 import gecko
@@ -27,43 +27,6 @@ from gecko.runtime.process import keep_freed_memory
 EARLY = 10_000
 WARM_UP_PIECES = 100
 """Pieces read before the measurement: the C library's heap grows a little within some hundred thousand tokens."""
-
-
-@dataclass
-class Prefill:
-    losses: Tensor
-    """Loss of every byte in nats."""
-    seconds: float = 0.0
-    memory: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By position: bytes in use, and the largest number of bytes so far."""
-
-
-@dataclass(frozen=True)
-class Bin:
-    begin: int
-    loss: float
-    error: float
-    change: float
-    """Loss minus that of the same bytes read from a new state at the start of the bin."""
-    change_error: float
-
-
-def main() -> None:
-    arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
-    keep_freed_memory()
-    folder, files = find_model(arguments.model), text_files(arguments.texts)
-    model = gecko.load(folder)
-    cold = warm_up(model)
-    width = _bin_width(arguments.length, arguments.bins, piece_length(model.config))
-    long = read_once(model, files, arguments.length)
-    fresh = read_afresh(model, files, arguments.length, width)
-    bins = compare(long.losses, fresh, width, piece_length(model.config))
-    slope, slope_error = trend(long.losses - fresh, piece_length(model.config))
-    files_given = " ".join(path.name for path in files) if arguments.texts else ""
-    command = f"python benchmarks/long_reading.py {files_given} --length {arguments.length}".replace("  ", " ")
-    heading = describe(model, folder, files, f"{command} --threads {arguments.threads}")
-    publish("long_reading.md", _page(heading, cold, long, bins, (slope, slope_error)), arguments.write)
 
 
 def warm_up(model: gecko.Gecko) -> int:
@@ -76,99 +39,78 @@ def warm_up(model: gecko.Gecko) -> int:
     return cold
 
 
-def read_once(model: gecko.Gecko, files: Sequence[Path], length: int) -> Prefill:
-    """Read the whole text with one state."""
+def read_once(model: gecko.Gecko, files: Sequence[Path], length: int) -> tuple[Tensor, dict[int, tuple[int, int]]]:
+    """Read the whole text with one state; return the loss of every byte, and memory and highest memory by position."""
     # Written before the measurement, so that its memory is the same at every position.
-    reading = Prefill(torch.full((length,), torch.nan))
-    marks = iter([EARLY, *(length * part // 4 for part in (1, 2, 3, 4))])
-    mark, done, begin = next(marks), 0, time.perf_counter()
-    for losses, _ in score(model, chain([START], byte_tokens(files, length))):
-        reading.losses[done : done + len(losses)] = losses
-        done += len(losses)
-        while mark is not None and done >= mark:
-            reading.memory[mark] = (resident(), peak())
-            mark = next(marks, None)
-    reading.seconds = time.perf_counter() - begin
-    return reading
+    losses, memory, done = torch.full((length,), torch.nan), dict[int, tuple[int, int]](), 0
+    marks = [EARLY, *(length * part // 4 for part in (1, 2, 3, 4))]
+    for part, _ in score(model, chain([START], byte_tokens(files, length))):
+        losses[done : done + len(part)] = part
+        done += len(part)
+        while marks and done >= marks[0]:
+            memory[marks.pop(0)] = resident(), peak()
+    return losses, memory
 
 
 def read_afresh(model: gecko.Gecko, files: Sequence[Path], length: int, width: int) -> Tensor:
     """Return the loss of every byte, with a new state at the start of its bin."""
     tokens = torch.cat(list(byte_tokens(files, length)))
-    return torch.cat([
-        losses
-        for part in tokens.split(width)
-        for losses, _ in score(model, [START, part])
-    ])  # fmt: skip
+    return torch.cat([losses for part in tokens.split(width) for losses, _ in score(model, [START, part])])
 
 
-def compare(long: Tensor, fresh: Tensor, width: int, piece: int) -> list[Bin]:
-    bins = []
-    for place, (ours, theirs) in enumerate(zip(long.split(width), fresh.split(width), strict=True)):
-        (loss, error), (change, change_error) = _mean(ours, piece), _mean(ours - theirs, piece)
-        bins.append(Bin(place * width, loss, error, change, change_error))
-    return bins
-
-
-def trend(change: Tensor, piece: int) -> tuple[float, float]:
-    """Return the slope of a line fitted to the pieces, in nats per byte per million positions, and its error."""
-    y = _piece_means(change, piece)
-    x = (torch.arange(len(y), dtype=torch.float64) + 0.5) * piece / 1e6
-    x = x - x.mean()
-    slope = (x * y).sum() / x.square().sum()
-    rest = y - y.mean() - slope * x
-    return float(slope), float((rest.square().sum() / max(1, len(y) - 2) / x.square().sum()).sqrt())
-
-
-def _mean(losses: Tensor, piece: int) -> tuple[float, float]:
-    """Return mean and standard error. Neighbouring bytes are correlated, so pieces count as independent, not bytes."""
-    means = _piece_means(losses, piece)
-    return float(losses.double().mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("nan")
-
-
-def _piece_means(losses: Tensor, piece: int) -> Tensor:
+def piece_means(losses: Tensor, piece: int) -> Tensor:
     whole = losses[: len(losses) // piece * piece] if len(losses) >= piece else losses
     return whole.double().view(-1, min(piece, len(whole))).mean(dim=1)
 
 
-def _bin_width(length: int, bins: int, piece: int) -> int:
-    return max(1, round(length / bins / piece)) * piece
+def mean_and_error(losses: Tensor, piece: int) -> tuple[float, float]:
+    """Return mean and standard error. Neighbouring bytes are correlated, so pieces count as independent, not bytes."""
+    means = piece_means(losses, piece)
+    return float(losses.double().mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("nan")
 
 
-def _page(heading: str, cold: int, reading: Prefill, bins: list[Bin], trend: tuple[float, float]) -> list[str]:
-    length = len(reading.losses)
-    (early, early_peak), (late, late_peak) = reading.memory[EARLY], reading.memory[length]
+def main() -> None:
+    options = {"length": (4_000_000, "bytes to read"), "bins": (40, "bins of the loss by position")}
+    given = parsed(reading_parser(__doc__, **options))
+    keep_freed_memory()
+    model, files, about = model_and_texts(given)
+    length = given.length
+    cold, piece = warm_up(model), piece_length(model.config)
+    width = max(1, round(length / given.bins / piece)) * piece
+    begin = time.perf_counter()
+    losses, memory = read_once(model, files, length)
+    seconds = time.perf_counter() - begin
+    change = losses - read_afresh(model, files, length, width)
+    bins = [
+        (place * width, *mean_and_error(losses_, piece), *mean_and_error(change_, piece))
+        for place, (losses_, change_) in enumerate(zip(losses.split(width), change.split(width), strict=True))
+    ]
+    # A line fitted to the pieces, in nats per byte per million positions.
+    means = piece_means(change, piece)
+    trend = stats.linregress((torch.arange(len(means)) + 0.5) * piece / 1e6, means) if len(means) > 2 else None
+    slope = "not known" if trend is None else f"{trend.slope:+.5f} ± {trend.stderr:.5f}"
+    (early, early_peak), (late, late_peak) = memory[EARLY], memory[length]
     third = max(1, len(bins) // 3)
-    return [
-        f"# {length:,} positions of one document", "", heading, "",
-        f"Read in {reading.seconds:.1f} s, {length / reading.seconds:,.0f} tokens a second, loss included.", "",
-        "## Memory", "",
-        "| position | memory in use, MB | highest so far, MB |", "|---:|---:|---:|",
-        *(f"| {at:,} | {now / 1e6:.1f} | {most / 1e6:.1f} |" for at, (now, most) in reading.memory.items()), "",
+    (first, gain), (last, last_gain) = (
+        [fmean(one[column] for one in part) for column in (1, 3)] for part in (bins[:third], bins[-third:])
+    )
+    publish(
+        "long_reading.md", given, f"{length:,} positions of one document", about,
+        f"Read in {seconds:.1f} s, {length / seconds:,.0f} tokens a second, loss included.",
+        "## Memory",
+        table(
+            ["position|,", "memory in use, MB|.1f", "highest so far, MB|.1f"],
+            ((at, now / 1e6, most / 1e6) for at, (now, most) in memory.items()),
+        ),
         f"From position {EARLY:,} to {length:,}: in use × {late / early:.4f}, highest × {late_peak / early_peak:.4f}. "
         f"Another text of {WARM_UP_PIECES} pieces was read before, in which the C library's heap found its size; "
-        f"the highest after the first {EARLY:,} tokens of the process was {cold / 1e6:.1f} MB.", "",
-        "## Loss by position", "",
-        f"Mean over the first third {_mean_of(bins[:third]):.4f}, over the last third {_mean_of(bins[-third:]):.4f} "
-        f"nats a byte. Against the same bytes read afresh from each bin's start: "
-        f"{sum(b.change for b in bins[:third]) / third:+.4f} and {sum(b.change for b in bins[-third:]) / third:+.4f}; "
-        f"trend {trend[0]:+.5f} ± {trend[1]:.5f} nats a byte per million positions.", "",
-        "| from position | loss, nats a byte | ± | against reading afresh | ± |", "|---:|---:|---:|---:|---:|",
-        *(f"| {b.begin:,} | {b.loss:.4f} | {b.error:.4f} | {b.change:+.4f} | {b.change_error:.4f} |" for b in bins),
-    ]  # fmt: skip
-
-
-def _mean_of(bins: list[Bin]) -> float:
-    return sum(b.loss for b in bins) / len(bins)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, threads=True)
-    parser.add_argument("texts", nargs="*", help="files to read as bytes, over and over if they are short")
-    parser.add_argument("--model", default=DEMO, help="a model's folder, or a run's")
-    parser.add_argument("--length", type=int, default=4_000_000, help="bytes to read")
-    parser.add_argument("--bins", type=int, default=40, help="bins of the loss by position")
-    return parser.parse_args()
+        f"the highest after the first {EARLY:,} tokens of the process was {cold / 1e6:.1f} MB.",
+        "## Loss by position",
+        f"Mean over the first third {first:.4f}, over the last third {last:.4f} nats a byte. Against the same bytes "
+        f"read afresh from each bin's start: {gain:+.4f} and {last_gain:+.4f}; trend {slope} nats a byte per million "
+        "positions.",
+        table(["from position|,", "loss, nats a byte|.4f", "±|.4f", "against reading afresh|+.4f", "±|.4f"], bins),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Helpers of benchmarks that read texts: the model, the text, the memory of this process, and the result pages."""
+"""What benchmarks share: their options, models and texts, clocks, memory, a served model, and the pages of results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import platform
 import re
 import resource
 import shlex
+import statistics
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
 from itertools import cycle
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gecko
 from gecko.data.sources import stdlib_files
@@ -30,6 +35,56 @@ RESULTS = Path(__file__).parent / "results"
 DEMO = "runs/demo"
 START = torch.tensor([256])
 """Token that starts a document of bytes."""
+T = TypeVar("T")
+
+# Options
+
+
+def parser_of(
+    doc: str | None, *, threads: bool | int = False, write: bool = True, **options: tuple[Any, str]
+) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark.
+
+    Args:
+        threads: whether it has ``--threads``, or the default; that of True is PyTorch's.
+        write: whether it can write a page.
+        options: default and help by name. Values are of the default's type, texts without one; a list has several.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if write:
+        parser.add_argument("--write", action="store_true", help="put the page into benchmarks/results")
+    if threads:
+        options["threads"] = (torch.get_num_threads() if threads is True else threads, "of PyTorch")
+    for name, (default, text) in options.items():
+        several = isinstance(default, list | tuple)
+        kind = str if default in (None, []) else type(default[0] if several else default)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=default, help=text,
+            nargs="*" if several else None,
+        )  # fmt: skip
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the arguments; PyTorch has their number of threads from now on."""
+    given = parser.parse_args()
+    given.flags = {action.dest: action.option_strings[-1:] for action in parser._actions}
+    if "threads" in given:
+        torch.set_num_threads(given.threads)
+    return given
+
+
+def command(given: argparse.Namespace) -> str:
+    """Return the command with the values of all its options; of files, only their names."""
+    parts = ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
+    for name, flag in given.flags.items():
+        if (value := getattr(given, name, None)) not in (None, False, "", []):
+            values = value if isinstance(value, list | tuple) else [value] if value is not True else []
+            parts += [*flag, *(Path(one).name if "/" in str(one) else str(one) for one in values)]
+    return shlex.join(parts)
+
+
+# Models and texts
 
 
 def find_model(name: str) -> Path:
@@ -41,9 +96,23 @@ def find_model(name: str) -> Path:
     return newest
 
 
-def text_files(names: Sequence[str]) -> list[Path]:
-    """Return the named files, or the source of Python's standard library."""
-    return [Path(name) for name in names] or stdlib_files()
+def size_of(model: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def reading_parser(doc: str | None, **options: tuple[Any, str]) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that reads texts with a trained model."""
+    parser = parser_of(doc, threads=True, model=(DEMO, "a model's folder, or a run's"), **options)
+    parser.add_argument("texts", nargs="*", help="files to read as bytes, over and over if they are short")
+    return parser
+
+
+def model_and_texts(given: argparse.Namespace) -> tuple[gecko.Gecko, list[Path], str]:
+    """Return the model, the files or else the source of Python's standard library, and sentences about both."""
+    folder, files = find_model(given.model), [Path(name) for name in given.texts] or stdlib_files()
+    model = gecko.load(folder)
+    return model, files, described(model, folder, files)
 
 
 def byte_tokens(files: Sequence[Path], length: int) -> Iterator[Tensor]:
@@ -57,43 +126,35 @@ def byte_tokens(files: Sequence[Path], length: int) -> Iterator[Tensor]:
             return
 
 
-def parser_of(doc: str | None, *, threads: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark that can write a page."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the page into benchmarks/results")
-    if threads:
-        parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser
+def described(model: nn.Module, name: str | Path, text: str | Sequence[Path] = "") -> str:
+    """Return sentences about a model and the text that it reads."""
+    if not isinstance(text, str):
+        text = "the source of Python's standard library" if len(text) > 20 else ", ".join(path.name for path in text)
+    name = "/".join(name.parts[-3:]) if isinstance(name, Path) else name
+    return f"Model: {name}, {size_of(model):,} parameters, float32." + f" Text: {text}." * bool(text)
 
 
-def machine() -> str:
-    """Describe the processor, the memory and the software."""
-    return "; ".join(describe_hardware(torch.device("cpu")).values())
+# Clocks and memory
 
 
-def command(arguments: argparse.Namespace) -> str:
-    """Return the command with the values of all its options; of files, only their names."""
-    parts = ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
-    for name, value in vars(arguments).items():
-        values = [
-            Path(one).name if "/" in str(one) else str(one) for one in (value if isinstance(value, list) else [value])
-        ]
-        if value not in (None, False, "", []):
-            parts += [f"--{name.replace('_', '-')}", *(values if value is not True else [])]
-    return shlex.join(parts)
+def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
+    work()
+    return clock() - begin
 
 
-def describe(model: gecko.Gecko, folder: Path, files: Sequence[Path], command: str) -> str:
-    """Return a paragraph that describes model, text, machine and command."""
-    text = "the source of Python's standard library" if len(files) > 20 else ", ".join(path.name for path in files)
-    count, name = sum(parameter.numel() for parameter in model.parameters()), "/".join(folder.parts[-3:])
-    about = f"Model: {name}, {count:,} parameters, float32. Text: {text}."
-    return f"{date.today()}, {machine()}. {about} Command: `{command}`."
+def median_seconds(
+    work: Callable[[], object], rounds: int, clock: Callable[[], float] = time.perf_counter, warm_ups: int = 0
+) -> float:
+    for _ in range(warm_ups):
+        work()
+    return statistics.median(seconds_of(work, clock) for _ in range(rounds))
 
 
-def load() -> str:
-    """Return the load of the machine in the last minute, for pages that are measured beside other work."""
-    return f"Load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores when this was written."
+def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Return what each way returned in each round, so that a slow minute of the machine slows all of them."""
+    turns = [{name: way() for name, way in ways.items()} for _ in range(rounds)]
+    return {name: [turn[name] for turn in turns] for name in ways}
 
 
 def resident() -> int:
@@ -108,20 +169,65 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@contextmanager
+def serving(folder: Path, *options: str, threads: int = 1) -> Iterator[tuple[psutil.Popen, int]]:
+    """Serve the model in ``folder``; yield the process, which is killed at the end, and its port."""
+    command = [sys.executable, "-m", "gecko", "serve", str(folder), "--port", "0", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    try:
+        found = re.search(r"http://\S+:(\d+)", process.stdout.readline())
+        if found is None:
+            raise RuntimeError("the server did not start: run `gecko serve` by hand to see why")
+        yield process, int(found[1])
+    finally:
+        with suppress(psutil.NoSuchProcess):  # it may have ended
+            process.kill()
+        process.wait()
+
+
+# Pages
+
+
+def machine() -> str:
+    """Describe the processor, the memory and the software."""
+    return "; ".join(describe_hardware(torch.device("cpu")).values())
+
+
 def of_processor(name: str) -> str:
     """Return ``name`` with the name of this processor, because timings of each processor are a separate page."""
     processor = re.sub(r"\((r|tm)\)|\b(processor|cpu)\b|@.*", " ", processor_name().lower())
     return "_".join([name, *re.findall(r"[a-z0-9.]+", processor)]) + ".md"
 
 
-def publish(name: str, lines: Sequence[str], write: bool) -> None:
-    """Print a page, and with ``write`` put it into the folder of results."""
-    print("\n".join(lines) + "\n")
-    if write:
-        put(name, lines)
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table.
+
+    Args:
+        columns: names, those of numbers with a format such as ``speed|,.0f``; their cells stand at the right.
+        rows: texts as they are shown, numbers, and None for an empty cell.
+    """
+    names, forms = zip(*((name, form) for name, _, form in (column.partition("|") for column in columns)), strict=True)
+
+    def cell(value: object, form: str) -> str:
+        return "" if value is None else value if isinstance(value, str) else format(value, form)
+
+    return "\n".join([
+        f"| {' | '.join(names)} |", f"|{'|'.join('---:' if form else '---' for form in forms)}|",
+        *(f"| {' | '.join(map(cell, row, forms))} |" for row in rows),
+    ])  # fmt: skip
 
 
-def put(name: str, lines: Sequence[str]) -> None:
-    """Put a page into the folder of results."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+def publish(name: str, given: argparse.Namespace, title: str, about: str, *parts: str) -> None:
+    """Print a page with date, machine and command; with ``--write`` put it into the folder of results.
+
+    Args:
+        about: what belongs to the machine, such as the model.
+        parts: paragraphs, headings and tables.
+    """
+    busy = f"Load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores when this was written."
+    head = f"{date.today()}, {machine()}. {f'{about} {busy}'.strip()} Command: `{command(given)}`."
+    page = "\n\n".join([f"# {title}", head, *parts]) + "\n"
+    print(page)
+    if given.write:
+        (RESULTS / name).write_text(page, encoding="utf-8")

@@ -12,6 +12,7 @@ from typing import Any
 import kept
 import numpy as np
 from diagnostics import beyond_window
+from measuring import table
 
 from gecko.eval.results import Values, bootstrap_mean
 from gecko.experiments.rows import grouped
@@ -36,27 +37,29 @@ FORMS = (
 
 def page() -> str:
     """Return the results as a Markdown table."""
-    lines = [
+    lengths = grouped(kept.read(LENGTHS)["scores"], lambda score: score["where"]["form"])
+    rows = []
+    for name in FORMS:
+        seeds = grouped(lengths.get(name, []), lambda score: score["where"]["seed"]).values()
+        values = [[score["value"] for score in seed] for seed in seeds]
+        recalled = [f"{value:.3f}" for value in differences(name)["recall"]]
+        novels = [_novels(record, first) for record, first in _with_first(name)]
+        gibbon = [f"{_at_end(record):.4f}" if first is None else f"{_at_end(record) - _at_end(first):+.4f}"
+                  for record, first in _with_first(name)]  # fmt: skip
+        ends = [f"{min(one):.1f} to {max(one):.1f}" for one in values]
+        rows.append((name, *("; ".join(shown) or "not run" for shown in (recalled, novels, gibbon, ends))))
+    return "\n\n".join([
         "# Other forms of the working memory",
-        "",
-        "Made by `python benchmarks/evidence.py --write` of `../scores.csv.gz` and `../rows.csv.gz`. Recall: 16 "
+        "Made by `python benchmarks/evidence.py --write` of `../scores.csv.xz` and `../rows.csv.xz`. Recall: 16 "
         "pairs in rows of 256 tokens, one layer, as in `diagnose/README.md`, share of right answers 2 and more chunks"
         " away by seed. Novels: 1 M parameters, 10 MB, products in bfloat16, loss on 768 held-out rows (nats per "
         "byte, 95 % over rows). Gibbon: loss on bytes 2 M to 4 M of one text that is read from its start. Both by "
         "seed: for the first form the loss, for the others the difference to it with the same seed. Keys: least and "
         "greatest length of the memory's keys by layer and head, after the training on novels.",
-        "",
-        "| form | recall | novels | Gibbon | keys |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    lengths = grouped(kept.read(LENGTHS)["scores"], lambda score: score["where"]["form"])
-    for name in FORMS:
-        seeds = grouped(lengths.get(name, []), lambda score: score["where"]["seed"]).values()
-        values = [[score["value"] for score in seed] for seed in seeds]
-        ends = [f"{min(one):.1f} to {max(one):.1f}" for one in values]
-        shown = (_recalled(name), _novels(name), _gibbon(name), ends)
-        lines.append(f"| {name} | {' | '.join('; '.join(one) or 'not run' for one in shown)} |")
-    return "\n".join([*lines, "", "Commands, at the commits named:", "", *_commands()]) + "\n"
+        table(["form", "recall|>", "novels|>", "Gibbon|>", "keys|>"], rows),
+        "Commands, at the commits named:",
+        "\n".join(_commands()) + "\n",
+    ])  # fmt: skip
 
 
 def _records(task: str, name: str) -> dict[int, dict[str, Any]]:
@@ -88,27 +91,12 @@ def _row_differences(record: dict[str, Any], first: dict[str, Any]) -> Values:
     return np.array(record["rows"]) - np.array(first["rows"])
 
 
-def _recalled(name: str) -> list[str]:
-    return [f"{value:.3f}" for value in differences(name)["recall"]]
-
-
-def _novels(name: str) -> list[str]:
-    shown = []
-    for record, first in _with_first(name):
-        if first is None:
-            shown.append(f"{record['scores'][0]['value']:.4f}")
-            continue
-        rows = _row_differences(record, first)
-        interval = bootstrap_mean(rows, "rows", 0)
-        shown.append(f"{rows.mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]")
-    return shown
-
-
-def _gibbon(name: str) -> list[str]:
-    return [
-        f"{_at_end(record):.4f}" if first is None else f"{_at_end(record) - _at_end(first):+.4f}"
-        for record, first in _with_first(name)
-    ]
+def _novels(record: dict[str, Any], first: dict[str, Any] | None) -> str:
+    if first is None:
+        return f"{record['scores'][0]['value']:.4f}"
+    rows = _row_differences(record, first)
+    interval = bootstrap_mean(rows, "rows", 0)
+    return f"{rows.mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
 def _at_end(record: dict[str, Any]) -> float:

@@ -18,13 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 from kill_recovery import RESUMED, Job, small_run
-from measuring import machine, parser_of, publish
+from measuring import parsed, parser_of, publish, table
 
 from gecko.train import CheckpointSettings, ParallelSettings, train
 from gecko.train.metrics import read_metrics
@@ -199,8 +198,7 @@ def lose_a_node(case: Case, folder: Path, steps: int = STEPS, undisturbed: int =
     return Outcome(seconds, finished, resumed, max(abs(a - b) / a for a, b in pairs))
 
 
-def _wait(happened: object, logs: Sequence[Path]) -> None:
-    assert callable(happened)
+def _wait(happened: Callable[[], bool], logs: Sequence[Path]) -> None:
     end = time.monotonic() + PATIENCE
     while not happened():
         if time.monotonic() > end:
@@ -225,38 +223,30 @@ def losses(output: Path, steps: int) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def report(outcomes: dict[str, Outcome]) -> list[str]:
-    rows = [
-        f"| {CASES[name].name} | {one.seconds:.0f} | {one.finished} | {one.resumed} | "
-        f"{max(0, one.finished - one.resumed)} | {one.difference:.1e} |"
-        for name, one in outcomes.items()
-    ]
-    return [
-        "# A job that loses one of four nodes", "",
-        f"{date.today()}, {machine()}. Command: `python benchmarks/node_loss.py --write`.", "",
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    given = parsed(parser)
+    if (reason := why_not()) is not None:
+        parser.error(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
+    rows = []
+    for name in given.cases:
+        with tempfile.TemporaryDirectory() as folder:
+            one = lose_a_node(CASES[name], Path(folder))
+        print(name, one, flush=True)
+        again = max(0, one.finished - one.resumed)
+        rows.append((CASES[name].name, one.seconds, one.finished, one.resumed, again, one.difference))
+    publish(
+        "node_loss.md", given, "A job that loses one of four nodes", "",
         f"Four network namespaces with one gloo rank each, under `torchrun --rdzv-backend c10d`, on this one machine, "
         f"whose cores start all processes. The third node is lost after step {STEPS // 2 + AFTER}. “Seconds” are from "
         "the loss to the first new step; a node that replaces it is started at once. A step is finished when the first "
         "rank has recorded it; the others may still be copying their shards. “Difference” is the largest relative "
-        "difference of a step's loss to the undisturbed run.", "",
-        "| case | seconds | last finished step | continued after step | steps computed again | difference |",
-        "|---|---:|---:|---:|---:|---:|", *rows,
-    ]  # fmt: skip
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    arguments = parser.parse_args()
-    if (reason := why_not()) is not None:
-        parser.error(reason)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
-    outcomes = {}
-    for name in arguments.cases:
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes[name] = lose_a_node(CASES[name], Path(folder))
-        print(name, outcomes[name], flush=True)
-    publish("node_loss.md", report(outcomes), arguments.write)
+        "difference of a step's loss to the undisturbed run.",
+        table(["case", "seconds|.0f", "last finished step|,", "continued after step|,", "steps computed again|,",
+               "difference|.1e"], rows),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

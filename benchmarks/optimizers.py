@@ -16,19 +16,16 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-from measuring import parser_of, publish
+from measuring import parsed, parser_of, publish, table
 
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run, train
 from gecko.train.finish import RESULTS
 from gecko.train.metrics import METRICS, read_metrics
 from gecko.train.run import RECIPE
-from gecko.train.throughput import describe_hardware
 
 PART = 0.75
 """Part of the steps after which Muon should be where AdamW ends."""
@@ -41,12 +38,8 @@ def write_recipes(folder: Path, recipe: str, steps: int) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name in OPTIMIZERS:
-        changes = [
-            f"steps={steps}",
-            "minutes=none",
-            f"optimizer.name={name}",
-            f"evaluation.every={max(1, steps // 40)}",
-        ]
+        changes = [f"steps={steps}", "minutes=none", f"optimizer.name={name}"]
+        changes.append(f"evaluation.every={max(1, steps // 40)}")
         run = dataclasses.replace(apply_overrides(get_recipe(recipe), changes), output=str(folder / name))
         paths.append(folder / f"{name}.json")
         run.save(paths[-1])
@@ -80,54 +73,14 @@ def final_loss(run: Run) -> float:
     return json.loads((run.folder / RESULTS).read_text(encoding="utf-8"))["nats_per_byte"]
 
 
-def report(
-    compared: Path, short: Sequence[Run], float8: Sequence[Run], seeds: Sequence[str], command: str
-) -> list[str]:
-    curves = {name: held_out(compared / name, seeds) for name in OPTIMIZERS}
-    curves["float8"] = held_out(float8[0].folder.parent, seeds)
-    runs = {n: [Run.load(compared / n / f"seed-{seed}" / RECIPE) for seed in seeds] for n in OPTIMIZERS}
-    one = runs["adamw"][0]
-    machine = "; ".join(describe_hardware(torch.device("cpu"), 1).values())
-    last = statistics.fmean(map(final_loss, runs["adamw"]))
-    steps = sorted(curves["adamw"])
-    shown = [steps[round(part * (len(steps) - 1) / 10)] for part in range(1, 11)]
-    rows = [f"| {step} | {' | '.join(f'{curve[step]:.4f}' for curve in curves.values())} |" for step in shown]
-    ends = {"AdamW": runs["adamw"], "Muon": runs["muon"], f"Muon, {PART:.0%} of the steps": list(short),
-            "AdamW, float8 emulated": list(float8)}  # fmt: skip
-    results = [
-        f"| {name} | {some[0].steps} | {some[0].optimizer.learning_rate:g} | "
-        f"{statistics.fmean(map(final_loss, some)):.4f} | {', '.join(f'{final_loss(run):.4f}' for run in some)} |"
-        for name, some in ends.items()
-    ]
-    reached = next((step for step, loss in curves["muon"].items() if loss <= curves["adamw"][steps[-1]]), None)
-    ended = statistics.fmean(map(final_loss, short))
-    verdict = "at most that of AdamW" if ended <= last else f"{ended - last:.4f} above that of AdamW"
-    missed = "Within the run of all steps, whose rate is still high then, its curve does not reach AdamW's last loss."
-    within = f"Within the run of all steps, its curve reaches AdamW's last loss in step {reached}."
-    return [
-        "# Muon and float8 beside AdamW", "",
-        f"{date.today()}, {machine}. Command: `{command}`.", "",
-        f"`{one.recipe or 'tiny'}` in {one.precision}, {one.batch_size} rows of {one.sequence_length} tokens a step, "
-        f"{len(seeds)} seeds. Each optimizer uses the best of the same learning rates, found with one seed and fewer "
-        "steps. Losses are held out, in nats per byte. Emulated float8 rounds as the layers of a GPU do. "
-        "It uses AdamW's rate.", "",
-        "| optimizer | steps | rate | final loss, mean | of each seed |", "|---|---:|---:|---:|---|", *results, "",
-        f"With {PART:.0%} of the steps, Muon's final loss is {verdict}. {missed if reached is None else within}",
-        "", "Curves, mean of the seeds, on fewer rows than the final losses:", "",
-        "| step | AdamW | Muon | AdamW, float8 emulated |", "|---:|---:|---:|---:|", *rows,
-    ]  # fmt: skip
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(
+        __doc__, recipe=("tiny", "to be changed"), steps=(1000, "of each run"), tuning_steps=(200, "for the rates"),
+        learning_rates=("2e-3,4e-3,8e-3,16e-3", "of both"), seeds=("0,1,2", "of each optimizer"),
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", default="tiny")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--tuning-steps", type=int, default=200)
-    parser.add_argument("--learning-rates", default="2e-3,4e-3,8e-3,16e-3")
-    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to both recipes")
-    given = parser.parse_args()
+    given = parsed(parser)
     recipes, seeds = write_recipes(given.out / "recipes", given.recipe, given.steps), given.seeds.split(",")
     compared = given.out / "comparison"
     command = [sys.executable, "-m", "gecko", "compare", *map(str, recipes), "--out", str(compared)]
@@ -135,10 +88,34 @@ def main() -> None:
     subprocess.run([*command, "--tuning-steps", str(given.tuning_steps)], check=True)
     short = trained_again(given.out / "short", compared / "muon", seeds, PART)
     float8 = trained_again(given.out / "float8", compared / "adamw", seeds, precision="float8_emulated")
-    asked = f"--steps {given.steps} --tuning-steps {given.tuning_steps} --learning-rates {given.learning_rates}"
-    names = ["python benchmarks/optimizers.py --out runs/optimizers", asked, "--write", *given.overrides]
-    lines = report(compared, short, float8, seeds, " ".join(names))
-    publish("optimizers.md", lines, given.write)
+    adamw, muon = ([Run.load(compared / n / f"seed-{seed}" / RECIPE) for seed in seeds] for n in OPTIMIZERS)
+    ends = {"AdamW": adamw, "Muon": muon, f"Muon, {PART:.0%} of the steps": short, "AdamW, float8 emulated": float8}
+    finals = {name: list(map(final_loss, runs)) for name, runs in ends.items()}
+    results = [
+        (name, runs[0].steps, runs[0].optimizer.learning_rate, statistics.fmean(finals[name]),
+         ", ".join(f"{loss:.4f}" for loss in finals[name]))
+        for name, runs in ends.items()
+    ]  # fmt: skip
+    curves = [held_out(runs[0].folder.parent, seeds) for runs in (adamw, muon, float8)]
+    steps, one = sorted(curves[0]), adamw[0]
+    shown = [steps[round(part * (len(steps) - 1) / 10)] for part in range(1, 11)]
+    above = results[2][3] - results[0][3]
+    reached = next((step for step, loss in curves[1].items() if loss <= curves[0][steps[-1]]), None)
+    publish(
+        "optimizers.md", given, "Muon and float8 beside AdamW", "",
+        f"`{one.recipe or 'tiny'}` in {one.precision}, {one.batch_size} rows of {one.sequence_length} tokens a step, "
+        f"{len(seeds)} seeds. Each optimizer uses the best of the same learning rates, found with one seed and fewer "
+        "steps. Losses are held out, in nats per byte. Emulated float8 rounds as the layers of a GPU do. It uses "
+        "AdamW's rate.",
+        table(["optimizer", "steps|,", "rate|g", "final loss, mean|.4f", "of each seed"], results),
+        f"With {PART:.0%} of the steps, Muon's final loss is "
+        f"{'at most that of AdamW' if above <= 0 else f'{above:.4f} above that of AdamW'}. Within the run of all "
+        + ("steps, whose rate is still high then, its curve does not reach AdamW's last loss." if reached is None
+           else f"steps, its curve reaches AdamW's last loss in step {reached}."),
+        "Curves, mean of the seeds, on fewer rows than the final losses:",
+        table(["step|,", "AdamW|.4f", "Muon|.4f", "AdamW, float8 emulated|.4f"],
+              ((step, *(curve[step] for curve in curves)) for step in shown)),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Loss of Gecko, Megalodon and Llama 2 by number of parameters, from the results of ``gecko compare``.
 
-    python benchmarks/order_by_size.py    # README.md and loss-by-parameters.png in results/evidence/comparison
+    python benchmarks/order_by_size.py    # README.md and loss-by-parameters.webp in results/evidence/comparison
 
 Models are compared at equal bytes. The line of a model is the power law through its mean losses: loss = a · N⁻ᵇ, with N
 the number of parameters.
@@ -17,21 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import kept
+from measuring import table
 from PIL import Image
 
 from gecko.experiments.compare.results import rows_of_comparison
 from gecko.experiments.figures import loss_figure
 from gecko.experiments.rows import HELD_OUT
+from gecko.experiments.table import grouped
 from gecko.pages import LineStyle, label_line_ends, new_panels
 
 FOLDER = kept.FOLDER / "comparison"
 RESULTS = ("comparison/comparison", "comparison/longer", "comparison/order-")
 """Beginnings of the names of the comparisons of the three models, by ``gecko compare``."""
-PICTURE = "loss-by-parameters.png"
+PICTURE = "loss-by-parameters.webp"
 CURVES = {
-    "loss-by-tokens.png": ("comparison/comparison", "tokens", "bytes trained on"),
-    "longer-loss-by-tokens.png": ("comparison/longer", "tokens", "bytes trained on"),
-    "order-4m-30-loss-by-time.png": ("comparison/order-4m-30", "minutes", "minutes in training steps"),
+    "loss-by-tokens.webp": ("comparison/comparison", "tokens", "bytes trained on"),
+    "longer-loss-by-tokens.webp": ("comparison/longer", "tokens", "bytes trained on"),
+    "order-4m-30-loss-by-time.webp": ("comparison/order-4m-30", "minutes", "minutes in training steps"),
 }  # fmt: skip
 """Pictures of the losses during training: result, place and its words."""
 OTHERS = {"megalodon": "Megalodon, ungated", "llama": "Llama 2"}
@@ -69,66 +71,49 @@ def points_by_bytes() -> dict[int, Points]:
 
 def power_law(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Return a and b of loss = a · N⁻ᵇ through the means of at least two sizes, by least squares of logarithms."""
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for size, loss in points:
-        by_size[size].append(loss)
+    by_size = grouped(points, lambda point: point[0])
     if len(by_size) < 2:
         return None
-    means = [math.log(statistics.fmean(losses)) for losses in by_size.values()]
+    means = [math.log(statistics.fmean(loss for _, loss in of)) for of in by_size.values()]
     slope, intercept = statistics.linear_regression([math.log(size) for size in by_size], means)
     return math.exp(intercept), -slope
-
-
-def page() -> str:
-    """Return the results as Markdown tables."""
-    lines = [
-        "# Gecko, Megalodon and Llama 2 by size",
-        "",
-        "Made by `python benchmarks/order_by_size.py` of `../scores.csv.gz`. Held-out nats per byte; means over seeds.",
-        "",
-        "| bytes | parameters | precision | seeds | Gecko | Megalodon, ungated − Gecko | Llama 2 − Gecko | interval |",
-        "|---:|---:|---|---:|---:|---:|---:|---|",
-        *(_row(record) for record in records()),
-        "",
-        *_laws(),
-        "## Minutes",
-        "",
-        "Time of the training steps of one run on one thread, or on the GPU, at their median speed. Runs shared their "
-        "machine, so times of different rows must not be compared, nor those of runs that a note names.",
-        "",
-        "| bytes | parameters | " + " | ".join(NAMES.values()) + " | processor or GPU, notes |",
-        "|---:|---:|" + "---:|" * len(NAMES) + "---|",
-        *(_time_row(record) for record in records()),
-        "",
-        "## Commands",
-        "",
-        *(f"- `{record['command']}` ({record['commit'][:7]})" for record in records()),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def recipes_of(record: Record) -> dict[str, Record]:
     return {model_of(one["recipe"]): one for one in record["recipes"]}
 
 
-def _row(record: Record) -> str:
-    recipes = recipes_of(record)
-    method = next(one["difference_interval"]["method"] for one in recipes.values() if one["difference_interval"])
-    cells = [
-        f"{tokens_of(record):,}", _sizes(record), record["settings"]["precision"], seeds_of(record),
-        f"{recipes['gecko']['nats_per_byte']:.4f}", _difference(recipes.get("megalodon")),
-        _difference(recipes.get("llama")), method,
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
-
-
-def seeds_of(record: Record) -> str:
-    return ", ".join(map(str, record["seeds"]))
-
-
-def _sizes(record: Record) -> str:
-    sizes = record["parameters"].values()
-    return f"{min(sizes):,} to {max(sizes):,}"
+def page() -> str:
+    """Return the results as Markdown tables."""
+    losses, times = [], []
+    for record in records():
+        recipes, sizes = recipes_of(record), record["parameters"].values()
+        method = next(one["difference_interval"]["method"] for one in recipes.values() if one["difference_interval"])
+        size = f"{min(sizes):,} to {max(sizes):,}"
+        losses.append((
+            tokens_of(record), size, record["settings"]["precision"], ", ".join(map(str, record["seeds"])),
+            recipes["gecko"]["nats_per_byte"], *(_difference(recipes.get(name)) for name in OTHERS), method,
+        ))  # fmt: skip
+        minutes = defaultdict[str, list[float]](list)
+        for run in record["runs"]:
+            minutes[model_of(run["recipe"])].append(run["tokens"] / run["tokens_per_second"] / 60)
+        means = [statistics.fmean(minutes[name]) if minutes[name] else None for name in NAMES]
+        hardware = record["hardware"].get("GPU", record["hardware"]["Processor"].replace("(R)", ""))
+        shown = ["not run" if one is None else f"{one:.{1 if one < 10 else 0}f}" for one in means]
+        times.append((tokens_of(record), size, *shown, "; ".join([hardware, *record["notes"]])))
+    return "\n\n".join([
+        "# Gecko, Megalodon and Llama 2 by size",
+        "Made by `python benchmarks/order_by_size.py` of `../scores.csv.xz`. Held-out nats per byte; means over seeds.",
+        table(["bytes|,", "parameters|>", "precision", "seeds|>", "Gecko|.4f", "Megalodon, ungated − Gecko|>",
+               "Llama 2 − Gecko|>", "interval"], losses),
+        *_laws(),
+        "## Minutes",
+        "Time of the training steps of one run on one thread, or on the GPU, at their median speed. Runs shared their "
+        "machine, so times of different rows must not be compared, nor those of runs that a note names.",
+        table(["bytes|,", "parameters|>", *(f"{name}|>" for name in NAMES.values()), "processor or GPU, notes"], times),
+        "## Commands",
+        "\n".join(f"- `{record['command']}` ({record['commit'][:7]})" for record in records()) + "\n",
+    ])  # fmt: skip
 
 
 def _difference(recipe: Mapping[str, Any] | None) -> str:
@@ -140,28 +125,10 @@ def _difference(recipe: Mapping[str, Any] | None) -> str:
 
 def _laws() -> Iterator[str]:
     for tokens, points in points_by_bytes().items():
-        laws = {name: power_law(points[name]) for name in NAMES if name in points}
-        if any(law is not None for law in laws.values()):
-            yield (
-                f"With {tokens:,} bytes the loss falls per doubling of the parameters by "
-                + ", ".join(f"{1 - 2 ** -law[1]:.1%} ({NAMES[name]})" for name, law in laws.items() if law)
-                + f" (`{PICTURE}`)."
-            )
-            yield ""
-
-
-def _time_row(record: Record) -> str:
-    runs: dict[str, list[float]] = defaultdict(list)
-    for run in record["runs"]:
-        runs[model_of(run["recipe"])].append(run["tokens"] / run["tokens_per_second"] / 60)
-    times = [_minutes(statistics.fmean(runs[name])) if runs[name] else "not run" for name in NAMES]
-    hardware = record["hardware"].get("GPU", record["hardware"]["Processor"].replace("(R)", ""))
-    remarks = "; ".join([hardware, *record["notes"]])
-    return f"| {tokens_of(record):,} | {_sizes(record)} | {' | '.join(times)} | {remarks} |"
-
-
-def _minutes(minutes: float) -> str:
-    return f"{minutes:.1f}" if minutes < 10 else f"{minutes:.0f}"
+        laws = {name: law for name in NAMES if name in points and (law := power_law(points[name]))}
+        if laws:
+            falls = ", ".join(f"{1 - 2 ** -law[1]:.1%} ({NAMES[name]})" for name, law in laws.items())
+            yield f"With {tokens:,} bytes the loss falls per doubling of the parameters by {falls} (`{PICTURE}`)."
 
 
 def draw() -> None:
@@ -170,18 +137,17 @@ def draw() -> None:
         rows = list(rows_of_comparison(kept.comparison(name)))
         save(loss_figure(rows, x, xlabel, HELD_OUT), FOLDER / picture)
     panels = {
-        tokens: points
-        for tokens, points in sorted(points_by_bytes().items())
-        if any(power_law(one) for one in points.values())
+        tokens: points for tokens, points in sorted(points_by_bytes().items()) if any(map(power_law, points.values()))
     }
-    figure, rows = new_panels(
-        "parameters, millions", "held-out loss, nats per byte", len(panels), height=1 + 3 * len(panels)
-    )
+    labels = "parameters, millions", "held-out loss, nats per byte"
+    figure, rows = new_panels(*labels, len(panels), height=1 + 3 * len(panels))
     for axes, (tokens, points) in zip(rows, panels.items(), strict=True):
         axes.set_title(f"{tokens / 1e6:.0f} M bytes", loc="left", fontsize=12)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        _draw_points(axes, points)
+        for style, name in zip(map(LineStyle.of, range(len(NAMES))), NAMES, strict=True):
+            sizes, losses = [size / 1e6 for size, _ in points[name]], [loss for _, loss in points[name]]
+            axes.plot(sizes, losses, style.marker, color=style.color)
     for axes, points in zip(rows, panels.values(), strict=True):
         _draw_lines(axes, points)
         for axis in (axes.xaxis, axes.yaxis):
@@ -192,17 +158,11 @@ def draw() -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Save a figure as a PNG of few colors, in a quarter of the bytes."""
+    """Save a figure in few colors, in a fifth of the bytes of a PNG."""
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=150)
-    Image.open(drawn).convert("RGB").quantize(32, dither=Image.Dither.NONE).save(path, optimize=True)
-
-
-def _draw_points(axes: Any, points: Points) -> None:
-    for number, name in enumerate(NAMES):
-        style = LineStyle.of(number)
-        sizes, losses = [size / 1e6 for size, _ in points[name]], [loss for _, loss in points[name]]
-        axes.plot(sizes, losses, style.marker, color=style.color)
+    figure.savefig(drawn, format="png", dpi=120)
+    few = Image.open(drawn).convert("RGB").quantize(16, dither=Image.Dither.NONE).convert("RGB")
+    few.save(path, lossless=True, method=6, quality=100)
 
 
 def _draw_lines(axes: Any, points: Points) -> None:

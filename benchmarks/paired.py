@@ -14,27 +14,32 @@ import argparse
 import hashlib
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from datetime import date
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
+
+
+def tiny() -> Any:
+    import torch
+
+    import gecko
+
+    torch.manual_seed(0)
+    return gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
 
 
 def training(length: int) -> float:
     """Tokens per second of training steps of ``tiny`` on rows of ``length`` bytes, batches of 8,192."""
     import torch
 
-    import gecko
-
-    torch.manual_seed(0)
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
+    model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 256, (8192 // length, length + 1))
 
@@ -43,24 +48,16 @@ def training(length: int) -> float:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return 8192 / _median_seconds(step, 5)
+    return 8192 / _median_seconds(step)
 
 
 def reading() -> float:
     """Tokens per second of ``tiny`` reading 32,768 bytes without gradients."""
     import torch
 
-    import gecko
-
-    torch.manual_seed(0)
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny")).eval()
-    tokens = torch.randint(0, 256, (1, 32_768))
-
-    def read() -> None:
-        with torch.inference_mode():
-            model(tokens)
-
-    return 32_768 / _median_seconds(read, 5)
+    model, tokens = tiny().eval(), torch.randint(0, 256, (1, 32_768))
+    with torch.inference_mode():
+        return 32_768 / _median_seconds(lambda: model(tokens))
 
 
 def decoding() -> float:
@@ -69,27 +66,24 @@ def decoding() -> float:
 
     import gecko
 
-    torch.manual_seed(0)
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny")).eval()
-    prompt = torch.randint(0, 256, (1, 1_000))
+    model, prompt = tiny().eval(), torch.randint(0, 256, (1, 1_000))
 
     def generate(count: int) -> float:
-        started = time.perf_counter()
-        gecko.generate(model, prompt, max_new_tokens=count, temperature=0.0)
-        return time.perf_counter() - started
+        return _seconds(lambda: gecko.generate(model, prompt, max_new_tokens=count, temperature=0.0))
 
     generate(8)
     return 192 / statistics.median([generate(200) - generate(8) for _ in range(5)])
 
 
-def _median_seconds(work: Callable[[], None], repeats: int) -> float:
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
     work()
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return time.perf_counter() - started
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    work()
+    return statistics.median(_seconds(work) for _ in range(5))
 
 
 def training_command() -> float:
@@ -115,36 +109,21 @@ WORK: dict[str, Callable[[], float]] = {
 }
 
 
-def output_of(tree: Path, work: str) -> str:
-    """Return what one measurement prints in a process that imports the package of ``tree``."""
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-    command = [sys.executable, __file__, "--only", work]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-
-
-def seconds_to_start(tree: Path, command: list[str], cold: bool) -> float:
-    """Seconds of a command under ``tree``; cold without compiled bytecode, as after a new installation."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-        if cold:
-            environment["PYTHONPYCACHEPREFIX"] = folder
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True)
-        return time.perf_counter() - started
+def run_in(tree: Path, *command: str, **environment: str) -> str:
+    """Return what Python prints in a process that imports the package of ``tree``."""
+    own = {**os.environ, "PYTHONPATH": str(tree / "src"), **environment}
+    done = subprocess.run([sys.executable, *command], env=own, check=True, capture_output=True)
+    return done.stdout.decode(errors="backslashreplace")
 
 
 def losses_and_text(tree: Path) -> str:
     """Losses of 50 steps of ``gecko train tiny``, and the greedy text of the model that they make."""
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-    gecko = [sys.executable, "-m", "gecko"]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        train = [*gecko, "train", "tiny", "--out", str(run), "steps=50", "minutes=None"]
-        subprocess.run(train, env=environment, check=True, capture_output=True)
+        run_in(tree, "-m", "gecko", "train", "tiny", "--out", str(run), "steps=50", "minutes=None")
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        generate = [*gecko, "generate", str(run), "--prompt", "def main(", "--temperature", "0"]
-        text = subprocess.run(generate, env=environment, check=True, capture_output=True).stdout
-    return json.dumps([[r["loss"] for r in records if "loss" in r], text.decode(errors="backslashreplace")])
+        text = run_in(tree, "-m", "gecko", "generate", str(run), "--prompt", "def main(", "--temperature", "0")
+    return json.dumps([[r["loss"] for r in records if "loss" in r], text])
 
 
 def golden_logits() -> str:
@@ -171,81 +150,67 @@ def golden_logits() -> str:
 STARTS = {"import gecko": ["-c", "import gecko"], "gecko --help": ["-m", "gecko", "--help"]}
 
 
-def speeds(trees: tuple[Path, Path], names: Sequence[str], repeats: int) -> list[str]:
-    """Rows of the table of speeds: medians of both trees, and the median ratio of neighbouring runs."""
-    rows = ["| tokens per second | other | this | this / other |", "|---|---|---|---|"]
+def speeds(trees: Sequence[Path], names: Sequence[str], repeats: int) -> Iterator[tuple[str | float, ...]]:
+    """Yield medians of both trees, and the median ratio of neighbouring runs."""
     for work in names:
-        pairs = [[float(output_of(tree, work)) for tree in trees] for _ in range(repeats)]
-        other, this = (statistics.median(values) for values in zip(*pairs, strict=True))
+        pairs = [[float(run_in(tree, __file__, "--only", work)) for tree in trees] for _ in range(repeats)]
         ratio = statistics.median(after / before for before, after in pairs)
-        rows.append(f"| {work} | {other:,.0f} | {this:,.0f} | {ratio:.2f} |")
-    return rows
+        yield work, *map(statistics.median, zip(*pairs, strict=True)), ratio
 
 
-def starts(trees: tuple[Path, Path], repeats: int) -> list[str]:
-    """Rows of the table of starts, in seconds, cold and warm."""
-    rows = ["| seconds | other, cold | this, cold | other, warm | this, warm |", "|---|---|---|---|---|"]
+def starts(trees: Sequence[Path], repeats: int) -> Iterator[tuple[str | float, ...]]:
+    """Yield the seconds of starts, cold (without compiled bytecode, as after a new installation) and warm."""
     for name, command in STARTS.items():
-        cells = []
+        cells = list[float]()
         for cold in (True, False):
-            pairs = [[seconds_to_start(tree, command, cold) for tree in trees] for _ in range(repeats)]
-            cells += [f"{statistics.median(values):.2f}" for values in zip(*pairs, strict=True)]
-        rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    return rows
+            pairs = []
+            for tree in (*trees,) * repeats:
+                with tempfile.TemporaryDirectory() as folder:
+                    environment = {"PYTHONPYCACHEPREFIX": folder} if cold else {}
+                    pairs.append(_seconds(lambda: run_in(tree, *command, **environment)))  # noqa: B023
+            cells += [statistics.median(pairs[0::2]), statistics.median(pairs[1::2])]
+        yield f"`{name}`", *cells
 
 
-def sameness(trees: tuple[Path, Path]) -> list[str]:
-    """Lines that say whether both trees give the same bits."""
-    training = [losses_and_text(tree) for tree in trees]
-    logits = [output_of(tree, "logits") for tree in trees]
-    return [
-        f"- Losses of 50 steps of `gecko train tiny`, and its greedy text: {_verdict(training)}.",
-        f"- float32 logits of the golden models: {_verdict(logits)}.",
-    ]
-
-
-def _verdict(results: list[str]) -> str:
-    return "equal, bit for bit" if results[0] == results[1] else "**different**"
+def sameness(trees: Sequence[Path]) -> str:
+    """Return lines that say whether both trees give the same bits."""
+    found = {
+        "Losses of 50 steps of `gecko train tiny`, and its greedy text": [losses_and_text(tree) for tree in trees],
+        "float32 logits of the golden models": [run_in(tree, __file__, "--only", "logits") for tree in trees],
+    }
+    verdicts = {what: "equal, bit for bit" if one == other else "**different**" for what, (one, other) in found.items()}
+    return "\n".join(f"- {what}: {verdict}." for what, verdict in verdicts.items())
 
 
 def main() -> None:
-    """Measure both trees in turns and print the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Measure both trees in turns and print the page. Nothing of the package is imported before a measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", nargs="?", type=Path, help="Folder with the code of the other commit.")
     parser.add_argument("--only", choices=[*WORK, "logits"], help="Print one measurement of the imported package.")
-    parser.add_argument(
-        "--speeds", nargs="+", choices=WORK, help="Measure these speeds, and neither starts nor results."
-    )
+    parser.add_argument("--speeds", nargs="+", choices=WORK, help="Measure these speeds, and nothing else.")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.only:
-        print(golden_logits() if arguments.only == "logits" else WORK[arguments.only]())
+    only = parser.parse_args().only
+    if only:
+        print(golden_logits() if only == "logits" else WORK[only]())
         return
-    import torch
-    from measuring import load, of_processor, publish
+    from measuring import of_processor, parsed, publish, table
 
-    from gecko.train.throughput import describe_hardware
-
-    trees = (arguments.other.resolve(), HERE)
+    given = parsed(parser)
+    trees = given.other.resolve(), HERE
     commits = [
         subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
         for tree in trees
     ]
-    hardware = "; ".join(describe_hardware(torch.device("cpu")).values())
-    page = [
-        "# This code beside an earlier commit",
-        "",
-        f"{date.today()}, {hardware}. Other: {commits[0].strip()}; this: {commits[1].strip()}."
-        f" Medians of {arguments.repeats} runs in turns. {load()}",
-        "",
-        f"Command: `python benchmarks/paired.py FOLDER {shlex.join(sys.argv[2:])}`.",
-        "",
-        *([] if arguments.speeds else [*sameness(trees), ""]),
-        *speeds(trees, arguments.speeds or list(WORK), arguments.repeats),
-        *([] if arguments.speeds else ["", *starts(trees, arguments.repeats)]),
-    ]
-    publish(of_processor("paired"), page, arguments.write)
+    columns = ["tokens per second", "other|,.0f", "this|,.0f", "this / other|.2f"]
+    parts = [table(columns, speeds(trees, given.speeds or list(WORK), given.repeats))]
+    if not given.speeds:
+        columns = ["seconds", "other, cold|.2f", "this, cold|.2f", "other, warm|.2f", "this, warm|.2f"]
+        parts = [sameness(trees), *parts, table(columns, starts(trees, given.repeats))]
+    publish(
+        of_processor("paired"), given, "This code beside an earlier commit",
+        f"Other: {commits[0].strip()}; this: {commits[1].strip()}. Medians of {given.repeats} runs in turns.", *parts,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

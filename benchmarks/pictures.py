@@ -128,9 +128,8 @@ def layer() -> Drawing:
 
 def window() -> Drawing:
     """Which tokens attention sees, and which the memory holds, for one query."""
-    picture = Drawing(
-        760, 250, "A token attends to its own chunk and the previous one; the memory holds all earlier chunks"
-    )
+    description = "A token attends to its own chunk and the previous one; the memory holds all earlier chunks"
+    picture = Drawing(760, 250, description)
     names = ["chunk 1", "chunk 2", "chunk 3", "…", "chunk 98", "chunk 99", "chunk 100"]
     for place, name in enumerate(names):
         colour = "attention" if place >= 5 else "memory"
@@ -148,13 +147,6 @@ def window() -> Drawing:
     return picture
 
 
-def state_numbers(preset: str) -> int:
-    """Return how many numbers the state of one text has."""
-    model = gecko.GeckoConfig.preset(preset)
-    state = GeckoState.empty(model, 1, device=torch.device("meta"))
-    return sum(x.numel() for x in state.tensors().values())
-
-
 LLAMA_NUMBERS = 2 * 32 * 4096
 """Numbers that the cache of Llama 2 7B keeps for every token: keys and values of 32 layers of width 4,096."""
 
@@ -162,7 +154,8 @@ LLAMA_NUMBERS = 2 * 32 * 4096
 def state_size() -> Drawing:
     """Numbers kept of a text: the state of gecko-7b, and the cache of a Llama 2 7B, by the length of the text."""
     lengths = [2.0**power for power in range(7, 23)]
-    kept = state_numbers("gecko-7b")
+    state = GeckoState.empty(gecko.GeckoConfig.preset("gecko-7b"), 1, device=torch.device("meta"))
+    kept = sum(x.numel() for x in state.tensors().values())
     series = {
         ("gecko", f"gecko-7b: {kept / 1e6:,.0f} million, always"): [(length, float(kept)) for length in lengths],
         ("llama", "Llama 2 7B: 0.26 million per token"): [(length, LLAMA_NUMBERS * length) for length in lengths],
@@ -195,9 +188,8 @@ def ladder_changes() -> Drawing:
     ends = [abs(end) for _, change in found if change is not None for end in change[1:]]
     reach = max([0.01, *ends])
     picture = Drawing(760, 92 + 32 * len(found), "Change of the loss by each rung from Megalodon to Gecko")
-    picture.text(
-        24, 32, "Change of the loss by each rung, nats per byte; 95 % intervals over seeds and novels", "title left"
-    )
+    title = "Change of the loss by each rung, nats per byte; 95 % intervals over seeds and novels"
+    picture.text(24, 32, title, "title left")
 
     def place(change: float) -> float:
         return 490 + 220 * change / reach
@@ -219,9 +211,8 @@ def ladder_changes() -> Drawing:
 def memory_capacity() -> Drawing:
     """Recall of pairs beyond the window by bytes of the memory's matrix, for each form: means over numbers of pairs."""
     picture = Drawing(760, 340, "Recall of pairs beyond the attention window, by bytes of state")
-    picture.text(
-        24, 32, "Recall beyond the window, mean of 4 to 64 pairs, by bytes of the memory's matrix", "title left"
-    )
+    title = "Recall beyond the window, mean of 4 to 64 pairs, by bytes of the memory's matrix"
+    picture.text(24, 32, title, "title left")
     for share in (0, 0.25, 0.5, 0.75, 1):
         picture.line(70, 290 - 230 * share, 450, 290 - 230 * share)
         picture.text(62, 294 - 230 * share, f"{share:g}", "small right")

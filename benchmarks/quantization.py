@@ -7,16 +7,14 @@ Everything is measured on the held-out documents of the run that trained the mod
 
 from __future__ import annotations
 
-import argparse
 import copy
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measuring import DEMO, describe, find_model, parser_of, publish
+from measuring import DEMO, described, find_model, parsed, parser_of, publish, seconds_of, table
 from torch import Tensor
 
 import gecko
@@ -37,26 +35,6 @@ AHEAD = (1, 16, 256, 2048)
 DECODED = 100
 
 
-def main() -> None:
-    arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
-    keep_freed_memory()
-    folder = find_model(arguments.model)
-    model, run = gecko.load(folder), Run.load(folder / "recipe.json")
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    held_out = _held_out(run, tokenizer, folder)
-    stream = torch.from_numpy(held_out.tokens.astype("int64"))
-    options = f"--model {arguments.model} --rows {arguments.rows} --texts {arguments.texts} --length {arguments.length}"
-    heading = describe(model, folder, [], f"python benchmarks/quantization.py {options} --threads {arguments.threads}")
-    lines = [
-        "# What fewer bits cost", "", heading.replace("Text: .", "Text: the run's held-out documents."), "",
-        *_weights_section(model, HeldOut.of(held_out, arguments.rows, run.sequence_length, 1, tokenizer), stream), "",
-        *_file_section(model, stream, arguments.texts), "",
-        *_policy_section(model, stream[: arguments.length + 1]),
-    ]  # fmt: skip
-    publish("quantization.md", lines, arguments.write)
-
-
 def _held_out(run: Run, tokenizer: Tokenizer, folder: Path) -> TokenizedCorpus:
     source = run.data.validation or run.data.source
     corpus = TokenizedCorpus.build(load_documents(source, field=run.data.field), tokenizer)
@@ -68,12 +46,8 @@ def _held_out(run: Run, tokenizer: Tokenizer, folder: Path) -> TokenizedCorpus:
 # Weights
 
 
-def _weights_section(model: gecko.Gecko, held_out: HeldOut, stream: Tensor) -> list[str]:
-    lines = [
-        "## Weights", "", f"Loss over {held_out.rows.scored_tokens:,} held-out tokens.", "",
-        "| blocks' matrices | file, bytes | nats a byte | cost | reading, tokens/s | a decoded token, ms |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
+def weights_rows(model: gecko.Gecko, held_out: HeldOut, tokens: Tensor) -> Iterator[tuple[object, ...]]:
+    """Yield name, bytes of the file, loss, its change, tokens/s of prefill, and milliseconds per decoded token."""
     exact = 0.0
     for bits in (32, 8, 4):
         reduced = copy.deepcopy(model)
@@ -81,42 +55,29 @@ def _weights_section(model: gecko.Gecko, held_out: HeldOut, stream: Tensor) -> l
             quantize(reduced, bits)
         loss = evaluate(reduced, held_out, "float32").nats_per_byte
         exact = exact or loss
-        reading, decoding = _speed(reduced, stream[:32_768])
-        name = "float32" if bits == 32 else f"int{bits}"
-        lines.append(
-            f"| {name} | {_file_size(reduced):,} | {loss:.4f} | {loss - exact:+.4f} | {reading:,.0f} | {decoding:.2f} |"
+        with tempfile.TemporaryDirectory() as scratch:
+            reduced.save(scratch)
+            size = (Path(scratch) / "model.safetensors").stat().st_size
+        read(reduced, [tokens[:8192]])
+        reading = seconds_of(lambda: read(reduced, [tokens]))  # noqa: B023
+        stream = TokenStream(
+            reduced, [read(reduced, [tokens])], seeds=[0], sampling=Sampling(1.0), max_new_tokens=DECODED
         )
-    return lines
-
-
-def _file_size(model: gecko.Gecko) -> int:
-    with tempfile.TemporaryDirectory() as scratch:
-        model.save(scratch)
-        return (Path(scratch) / "model.safetensors").stat().st_size
-
-
-def _speed(model: gecko.Gecko, tokens: Tensor) -> tuple[float, float]:
-    """Return tokens/s of prefill, and milliseconds per decoded token."""
-    read(model, [tokens[:8192]])
-    begin = time.perf_counter()
-    reading = read(model, [tokens])
-    middle = time.perf_counter()
-    list(TokenStream(model, [reading], seeds=[0], sampling=Sampling(1.0), max_new_tokens=DECODED))
-    return len(tokens) / (middle - begin), 1e3 * (time.perf_counter() - middle) / DECODED
+        decoding = seconds_of(lambda: list(stream)) / DECODED  # noqa: B023
+        name = "float32" if bits == 32 else f"int{bits}"
+        yield name, size, loss, loss - exact, len(tokens) / reading, 1e3 * decoding
 
 
 # A state in a file
 
 
-def _file_section(model: gecko.Gecko, stream: Tensor, texts: int) -> list[str]:
+def file_section(model: gecko.Gecko, stream: Tensor, texts: int) -> list[str]:
     """Stop in the middle of held-out texts, save, load, and continue."""
-    places = torch.linspace(20_000, len(stream) - max(AHEAD) - 1, texts).long().tolist()
-    costs: list[Tensor] = []
-    logits: list[float] = []
+    costs, logits = list[Tensor](), list[float]()
     with tempfile.TemporaryDirectory() as scratch:
-        for place in places:
+        near, exact = Path(scratch) / "compact", Path(scratch) / "wide"
+        for place in torch.linspace(20_000, len(stream) - max(AHEAD) - 1, texts).long().tolist():
             reading = read(model, [stream[place - 20_000 : place]])
-            near, exact = Path(scratch) / "compact", Path(scratch) / "wide"
             reading.state.save(near, compact=True)
             reading.state.save(exact)
             ahead = stream[place : place + max(AHEAD) + 1]
@@ -124,15 +85,17 @@ def _file_section(model: gecko.Gecko, stream: Tensor, texts: int) -> list[str]:
             costs.append(ours[0] - theirs[0])
             logits.append(float((ours[1] - theirs[1]).norm() / theirs[1].norm()))
         sizes = exact.stat().st_size, near.stat().st_size
-    change = torch.stack(costs)
+    changes = {count: torch.stack(costs)[:, :count] for count in AHEAD}
     return [
-        "## A state in a file", "",
+        "## A state in a file",
         f"{sizes[0]:,} bytes as it is, {sizes[1]:,} compact. From compact files of {texts} places in the held-out "
         f"text, against exact ones: the first token's logits differ by {100 * sum(logits) / texts:.3f} % (norm), "
-        "the loss by", "",
-        "| bytes that follow | mean cost, nats a byte | ± | largest of one byte |", "|---:|---:|---:|---:|",
-        *(f"| {count:,} | {change[:, :count].mean():+.6f} | {change[:, :count].mean(1).std() / texts**0.5:.6f} "
-          f"| {change[:, :count].abs().max():.4f} |" for count in AHEAD),
+        "the loss by",
+        table(
+            ["bytes that follow|,", "mean cost, nats a byte|+.6f", "±|.6f", "largest of one byte|.4f"],
+            ((count, float(x.mean()), float(x.mean(1).std()) / texts**0.5, float(x.abs().max()))
+             for count, x in changes.items()),
+        ),
     ]  # fmt: skip
 
 
@@ -146,29 +109,29 @@ def _continue(model: gecko.Gecko, state: gecko.GeckoState, tokens: Tensor) -> tu
 # A state between calls
 
 
-def _policy_section(model: gecko.Gecko, tokens: Tensor) -> list[str]:
+def policy_section(model: gecko.Gecko, tokens: Tensor) -> list[str]:
     size = max(64, (len(tokens) - 1) // 8)
     exact = _policy_losses(model, tokens, size, lambda state: state)
     some, everything = _rounder(_rounded_names(model)), _rounder(None)
     chunk = model.config.chunk_size
     policies = {
-        f"compact parts, every {chunk} tokens": _policy_losses(model, tokens, chunk, some),
-        "compact parts, every token": _policy_losses(model, tokens, 1, some),
-        f"all numbers, every {chunk} tokens": _policy_losses(model, tokens, chunk, everything),
-        "all numbers, every token": _policy_losses(model, tokens, 1, everything),
-        "the decoder's window": exact + _decoded_losses(model, tokens, torch.bfloat16) - _decoded_losses(model, tokens),
+        f"compact parts, every {chunk} tokens": _policy_losses(model, tokens, chunk, some) - exact,
+        "compact parts, every token": _policy_losses(model, tokens, 1, some) - exact,
+        f"all numbers, every {chunk} tokens": _policy_losses(model, tokens, chunk, everything) - exact,
+        "all numbers, every token": _policy_losses(model, tokens, 1, everything) - exact,
+        "the decoder's window": _decoded_losses(model, tokens, torch.bfloat16) - _decoded_losses(model, tokens),
     }
-    begins = range(0, len(exact), size)
+    means = zip(*([float(part.mean()) for part in x.split(size)] for x in (exact, *policies.values())), strict=True)
     return [
-        "## A state between calls", "",
+        "## A state between calls",
         "The state rounded to bfloat16 after a call, against float32: cost in nats a byte by position. Compact parts "
         "are those that a compact file rounds; all numbers are these, norm statistics and log sums. The decoder's "
-        "window is `Engine(window_dtype=torch.bfloat16)` against float32, token by token.", "",
-        f"| from position | float32, nats a byte | {' | '.join(policies)} |", f"|---:|---:|{'---:|' * len(policies)}",
-        *(f"| {begin:,} | {exact[begin : begin + size].mean():.4f} | "
-          + " | ".join(f"{(losses - exact)[begin : begin + size].mean():+.5f}" for losses in policies.values()) + " |"
-          for begin in begins),
-    ]  # fmt: skip
+        "window is `Engine(window_dtype=torch.bfloat16)` against float32, token by token.",
+        table(
+            ["from position|,", "float32, nats a byte|.4f", *(f"{name}|+.5f" for name in policies)],
+            ((place * size, *row) for place, row in enumerate(means)),
+        ),
+    ]
 
 
 def _policy_losses(model: gecko.Gecko, tokens: Tensor, piece: int, after: Round) -> Tensor:
@@ -212,13 +175,26 @@ def _rounded_names(model: gecko.Gecko) -> frozenset[str]:
     return frozenset(name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, threads=True)
-    parser.add_argument("--model", default=DEMO, help="a run's folder")
-    parser.add_argument("--rows", type=int, default=300, help="held-out rows for the loss of the weights")
-    parser.add_argument("--texts", type=int, default=20, help="places at which a state is saved")
-    parser.add_argument("--length", type=int, default=16_384, help="bytes for the states between calls")
-    return parser.parse_args()
+def main() -> None:
+    given = parsed(parser_of(
+        __doc__, threads=True, model=(DEMO, "a run's folder"), rows=(300, "held-out rows for the loss of the weights"),
+        texts=(20, "places at which a state is saved"), length=(16_384, "bytes for the states between calls"),
+    ))  # fmt: skip
+    keep_freed_memory()
+    folder = find_model(given.model)
+    model, run = gecko.load(folder), Run.load(folder / "recipe.json")
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    corpus = _held_out(run, tokenizer, folder)
+    stream = torch.from_numpy(corpus.tokens.astype("int64"))
+    held_out = HeldOut.of(corpus, given.rows, run.sequence_length, 1, tokenizer)
+    columns = ["blocks' matrices", "file, bytes|,", "nats a byte|.4f", "cost|+.4f", "reading, tokens/s|,.0f",
+               "a decoded token, ms|.2f"]  # fmt: skip
+    publish(
+        "quantization.md", given, "What fewer bits cost", described(model, folder, "the run's held-out documents"),
+        "## Weights", f"Loss over {held_out.rows.scored_tokens:,} held-out tokens.",
+        table(columns, weights_rows(model, held_out, stream[:32_768])),
+        *file_section(model, stream, given.texts), *policy_section(model, stream[: given.length + 1]),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ first width costs at the others: the difference to the best loss of the same wid
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
+from statistics import fmean
 
-from measuring import machine, parser_of, publish
+from measuring import parsed, parser_of, publish, table
 
 from gecko.recipes import get_recipe
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SampleSettings, SkipSettings, train
@@ -63,67 +64,49 @@ class Trial:
         return json.loads(results.read_text(encoding="utf-8"))["nats_per_byte"]
 
 
-def trials(widths: Sequence[int]) -> list[Trial]:
-    return [
-        Trial(optimizer, width, ruled, rate)
-        for width in widths
-        for optimizer, rates in RATES.items()
-        for ruled in ways(width)
-        for rate in rates
-    ]
-
-
 def ways(width: int) -> tuple[bool, ...]:
     """Return with and without the rule; at the width for which the rates are given, it changes nothing."""
     return (False,) if width == BASE else (False, True)
 
 
-def report(losses: dict[Trial, float], widths: Sequence[int], steps: int, seeds: int) -> list[str]:
-    lines = [
-        "# Learning rates across widths", "",
-        f"{date.today()}, {machine()}. Command: `python benchmarks/rates.py --out runs/rates --steps {steps} "
-        f"--seeds {seeds} --widths {' '.join(map(str, widths))} --write`.", "",
-        f"`tiny` at {len(widths)} widths; {steps} steps of {ROWS} rows of {LENGTH} bytes of Python's standard library, "
-        "cosine schedule, float32, one thread. Held-out loss in nats per byte, the mean of "
-        f"{seeds} seed{'s' * (seeds > 1)}. “Same” uses "
-        f"the rate for all parameters; “rule” sets `optimizer.base_width={BASE}`.",
-    ]  # fmt: skip
+def sections(losses: dict[Trial, float], widths: Sequence[int]) -> Iterator[str]:
+    """Yield for each optimizer all losses, and what the best rate of the first width costs at the other widths."""
     for optimizer, rates in RATES.items():
-        lines += ["", f"## {optimizer}", "", "| width | rates | " + " | ".join(f"{rate:g}" for rate in rates) + " |"]
-        lines.append("|---:|---|" + "---:|" * len(rates))
+        rows = []
         for width in widths:
             for ruled in ways(width):
                 found = [losses[Trial(optimizer, width, ruled, rate)] for rate in rates]
                 cells = (f"**{loss:.4f}**" if loss == min(found) else f"{loss:.4f}" for loss in found)
-                lines.append(f"| {width} | {'rule' if ruled else 'same'} | {' | '.join(cells)} |")
-        lines += ["", *_costs(losses, optimizer, widths)]
-    return lines
-
-
-def _costs(losses: dict[Trial, float], optimizer: str, widths: Sequence[int]) -> list[str]:
-    """Return what the best rate of the first width costs at the other widths."""
-    best = min(RATES[optimizer], key=lambda rate: losses[Trial(optimizer, BASE, False, rate)])
-    begin = f"The best rate at width {BASE} is {best:g}. At the other widths it ends this far above their best:"
-    lines = [begin, "", "| width | same | rule |", "|---:|---:|---:|"]
-    for width in [width for width in widths if width != BASE]:
-        least = min(loss for one, loss in losses.items() if (one.optimizer, one.width) == (optimizer, width))
-        costs = (losses[Trial(optimizer, width, ruled, best)] - least for ruled in (False, True))
-        lines.append(f"| {width} | " + " | ".join(f"{cost:.4f}" for cost in costs) + " |")
-    return lines
+                rows.append((width, "rule" if ruled else "same", *cells))
+        yield f"## {optimizer}"
+        yield table(["width|d", "rates", *(f"{rate:g}|>" for rate in rates)], rows)
+        best = min(rates, key=lambda rate: losses[Trial(optimizer, BASE, False, rate)])
+        least = {width: min(loss for one, loss in losses.items() if (one.optimizer, one.width) == (optimizer, width))
+                 for width in widths if width != BASE}  # fmt: skip
+        costs = ((width, *(losses[Trial(optimizer, width, ruled, best)] - loss for ruled in (False, True)))
+                 for width, loss in least.items())  # fmt: skip
+        yield f"The best rate at width {BASE} is {best:g}. At the other widths it ends this far above their best:"
+        yield table(["width|d", "same|.4f", "rule|.4f"], costs)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(
+        __doc__, steps=(200, "of each run"), seeds=(1, "of each rate"),
+        widths=(WIDTHS, f"multiples of 32, one of them {BASE}"),
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help=f"multiples of 32, one of them {BASE}")
-    given = parser.parse_args()
-    losses = {
-        one: sum(one.loss(given.out, given.steps, seed) for seed in range(given.seeds)) / given.seeds
-        for one in trials(given.widths)
-    }
-    publish("rates.md", report(losses, given.widths, given.steps, given.seeds), given.write)
+    given = parsed(parser)
+    trials = itertools.product(RATES, given.widths, (False, True), range(4))
+    chosen = [Trial(name, width, ruled, RATES[name][i]) for name, width, ruled, i in trials if ruled in ways(width)]
+    losses = {one: fmean(one.loss(given.out, given.steps, seed) for seed in range(given.seeds)) for one in chosen}
+    publish(
+        "rates.md", given, "Learning rates across widths", "",
+        f"`tiny` at {len(given.widths)} widths; {given.steps} steps of {ROWS} rows of {LENGTH} bytes of Python's "
+        "standard library, cosine schedule, float32, one thread. Held-out loss in nats per byte, the mean of "
+        f"{given.seeds} seed{'s' * (given.seeds > 1)}. “Same” uses the rate for all parameters; “rule” sets "
+        f"`optimizer.base_width={BASE}`.",
+        *sections(losses, given.widths),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ paths are relative to the current folder, which must be the same for all command
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 
 import kept
 import torch
+from measuring import parsed, parser_of, table
 
 from gecko import Gecko, load
 from gecko.data import load_tokenizer
@@ -36,6 +36,7 @@ from gecko.eval.results import Results, Score, share, wilson
 from gecko.eval.scored_model import describe_model
 from gecko.eval.synthetic import SyntheticBatch, hits_by_distance
 from gecko.inference.prefill import inference
+from gecko.io.checkpoints import checkpoint_step
 from gecko.io.files import whole_file
 from gecko.ops.loss import IGNORED
 from gecko.train import latest_checkpoint
@@ -49,8 +50,8 @@ KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 VALUES = 10
 PAIRS = 1, 4
 """Range of the number of different needles in a training document."""
-TRAINED_CHUNKS, TESTED_CHUNKS = 16, (16, 64, 256)
-"""Lengths of a training document, which is one row, and of test documents."""
+TRAINED, TRAINED_CHUNKS, TESTED_CHUNKS = 32_000, 16, (16, 64, 256)
+"""Number of training documents, the length of one, which is a row, and lengths of test documents."""
 TESTED = {1: 400, 4: 300}
 """Number of test documents per length by their number of needles. In a test document each needle occurs twice, so that
 it has one distance."""
@@ -63,8 +64,6 @@ class Setting:
     """Chunk size of the models, and the documents that fit it. Attention sees at most two chunks."""
 
     chunk: int
-    trained: int
-    """Number of training documents."""
     mentions: tuple[int, int]
     """Range of how often a needle occurs in a training document."""
 
@@ -86,7 +85,7 @@ class Setting:
         return self.runs / f"test-{length}-{asked}.jsonl"
 
 
-SETTINGS = {8: Setting(8, 32_000, (2, 6)), 64: Setting(64, 32_000, (2, 12))}
+SETTINGS = {8: Setting(8, (2, 6)), 64: Setting(64, (2, 12))}
 """By chunk size. With 8 a short row has many distances beyond the window; 64 is the chunk size of the recipes."""
 
 MODELS: dict[str, tuple[str, ...]] = {
@@ -104,17 +103,16 @@ BANDS = ((0, 1), (2, 4), (5, 8), (9, 15), (16, 31), (32, 63), (64, 127), (128, 2
 """Ranges of chunks between answer and question; from 2 on, attention of one layer does not see the answer."""
 
 
-@dataclass(frozen=True)
-class Document:
-    text: str
-    questions: list[tuple[int, int]]
-    """(place of the answer, place of the same digit before), in characters."""
+def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, rng: random.Random) -> dict[str, Any]:
+    """Return prose of one of the texts with needles, each ``mentions`` times.
 
-
-def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, rng: random.Random) -> Document:
-    """Return prose of one of the texts with needles, each ``mentions`` times."""
+    The questions are (place of the answer, place of the same digit before), in characters.
+    """
     needles = [NEEDLE.format(key=key, value=rng.randrange(VALUES)) for key in rng.sample(KEYS, pairs)]
-    prose = _prose(texts, characters - mentions * sum(map(len, needles)), rng)
+    length = characters - mentions * sum(map(len, needles))
+    text = rng.choice([text for text in texts if len(text) > length])
+    first = rng.randrange(len(text) - length)
+    prose = text[first : first + length]
     order = [*range(pairs)] * mentions
     rng.shuffle(order)
     parts, seen, questions, written, last = [], dict[int, int](), [], 0, 0
@@ -125,13 +123,7 @@ def document(texts: Sequence[str], characters: int, pairs: int, mentions: int, r
             questions.append((place, seen[needle]))
         seen[needle] = place
         written, last = written + cut - last + len(needles[needle]), cut
-    return Document("".join([*parts, prose[last:]]), questions)
-
-
-def _prose(texts: Sequence[str], characters: int, rng: random.Random) -> str:
-    text = rng.choice([text for text in texts if len(text) > characters])
-    first = rng.randrange(len(text) - characters)
-    return text[first : first + characters]
+    return {"text": "".join([*parts, prose[last:]]), "questions": questions}
 
 
 def read_books(folder: Path) -> list[str]:
@@ -146,7 +138,7 @@ def read_books(folder: Path) -> list[str]:
 def write_documents(setting: Setting, train: Path, held_out: Path) -> None:
     """Write ``train.jsonl``, and from held-out books a file per length and number of needles."""
     rng, texts = random.Random("train"), read_books(train)
-    sizes = ((rng.randint(*PAIRS), rng.randint(*setting.mentions)) for _ in range(setting.trained))
+    sizes = ((rng.randint(*PAIRS), rng.randint(*setting.mentions)) for _ in range(TRAINED))
     _write(setting.runs / "train.jsonl", [document(texts, setting.length - 2, *size, rng) for size in sizes])
     texts = read_books(held_out)
     for length, asked in setting.tests:
@@ -155,10 +147,10 @@ def write_documents(setting: Setting, train: Path, held_out: Path) -> None:
         _write(setting.test_file(length, asked), documents)
 
 
-def _write(path: Path, documents: Sequence[Document]) -> None:
+def _write(path: Path, documents: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
-        temporary.write_text("".join(json.dumps(vars(one)) + "\n" for one in documents), encoding="utf-8")
+        temporary.write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
 
 
 def run_folder(setting: Setting, name: str, seed: int) -> Path:
@@ -190,10 +182,7 @@ def ask(setting: Setting, models: Sequence[str], at: int | None, seed: int) -> N
         if checkpoint is None or not checkpoint.exists():
             continue
         model, tokenizer = load(checkpoint), load_tokenizer("bytes")
-        steps, run = (
-            int(checkpoint.name.rsplit("-", 1)[-1]),
-            json.loads((checkpoint / "recipe.json").read_text("utf-8")),
-        )
+        steps, run = checkpoint_step(checkpoint), json.loads((checkpoint / "recipe.json").read_text("utf-8"))
         scores = [score for test in setting.tests for score in _scores(model, setting, *test)]
         settings = {
             "recipe": MODELS[name], "steps": steps, "needle": NEEDLE, "guessing": 1 / VALUES,
@@ -250,48 +239,34 @@ def _description(setting: Setting) -> str:
 def page() -> str:
     """Return the results as Markdown tables."""
     found = [kept.read(name) for name in kept.names("retrieval")]
-    lines = [
+    found.sort(key=lambda one: (one["settings"]["steps"], list(MODELS).index(one["model"]), one["seed"]))
+    parts = [
         "# Retrieval past the attention window",
-        "",
-        "Made by `python benchmarks/retrieval.py page` of `../scores.csv.gz`; `../results.csv` has commands, hardware "
-        "and versions. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its question. "
-        "Each row is one model: another seed may differ by more.",
-        "",
+        "Made by `python benchmarks/retrieval.py page` of `../scores.csv.xz`; `../results.csv.xz` has commands, "
+        "hardware and versions. Share of right answers [Wilson, 95 %] (n), by chunks between a needle and its "
+        "question. Each row is one model: another seed may differ by more.",
     ]
     for setting in SETTINGS.values():
-        lines += [f"## Chunks of {setting.chunk}", "", _description(setting), ""]
-        records = [record for record in found if record["settings"]["chunk"] == setting.chunk]
-        records.sort(key=_order)
+        parts += [f"## Chunks of {setting.chunk}", _description(setting)]
         for length, asked in setting.tests:
-            tested = [one for one in records if any(score["where"]["length"] == length for score in one["scores"])]
-            lines += _table(tested, setting, (length, asked)) if tested else []
-    return "\n".join(lines)
+            bands = [band for band in BANDS if setting.chunk * band[0] < length]
+            rows = []
+            for record in found:
+                scores = [one for one in record["scores"] if one["where"]["length"] == length]
+                if scores and record["settings"]["chunk"] == setting.chunk:
+                    cells = [
+                        _cell([one for one in scores if one["where"]["needles"] == asked], *band) for band in bands
+                    ]
+                    rows.append((record["model"], record["seed"], record["settings"]["steps"], *cells))
+            if rows:
+                columns = ["model", "seed|d", "steps|d", *(f"{low} to {high} chunks|>" for low, high in bands)]
+                parts += [f"### Documents of {length:,} bytes, needles: {asked}", table(columns, rows)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _order(record: dict[str, Any]) -> tuple[int, int, int]:
-    return record["settings"]["steps"], list(MODELS).index(record["model"]), record["seed"]
-
-
-def _table(records: Sequence[dict[str, Any]], setting: Setting, test: tuple[int, int]) -> Iterator[str]:
-    bands = [band for band in BANDS if setting.chunk * band[0] < test[0]]
-    yield f"### Documents of {test[0]:,} bytes, needles: {test[1]}"
-    yield ""
-    yield "| model | seed | steps | " + " | ".join(f"{low} to {high} chunks" for low, high in bands) + " |"
-    yield "|---|---:|---:|" + "---:|" * len(bands)
-    for record in records:
-        cells = [_cell(record["scores"], test, band) for band in bands]
-        first = record["model"], str(record["seed"]), str(record["settings"]["steps"])
-        yield f"| {' | '.join([*first, *cells])} |"
-    yield ""
-
-
-def _cell(scores: Sequence[dict[str, Any]], test: tuple[int, int], band: tuple[int, int]) -> str:
-    places = ((*score["where"].values(), score) for score in scores)
-    inside = [
-        score for length, asked, chunks, score in places if (length, asked) == test and band[0] <= chunks <= band[1]
-    ]
-    total = sum(score["n"] for score in inside)
-    if not total:
+def _cell(scores: Sequence[dict[str, Any]], low: int, high: int) -> str:
+    inside = [score for score in scores if low <= score["where"]["chunks"] <= high]
+    if not (total := sum(score["n"] for score in inside)):
         return "none"
     hits = sum(round(score["value"] * score["n"]) for score in inside)
     interval = wilson(hits, total)
@@ -299,23 +274,23 @@ def _cell(scores: Sequence[dict[str, Any]], test: tuple[int, int], band: tuple[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, write=False, books=("books/train", "a folder of books to train on"),
+        held_out=("books/held_out", "a folder of others to ask in"), seed=(0, "of weights and of the order of rows"),
+        steps=(400, f"train: of {ROWS} rows of {TRAINED_CHUNKS} chunks"),
+    )  # fmt: skip
     parser.add_argument("part", choices=("documents", "train", "ask", "page"))
     parser.add_argument("--chunk", type=int, choices=SETTINGS, default=8, help="chunk size of models and documents")
-    parser.add_argument("--books", default="books/train", help="a folder of books to train on")
-    parser.add_argument("--held-out", default="books/held_out", help="a folder of others to ask in")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
     parser.add_argument("--at", type=int, help="ask: after this many steps (a multiple of 50), not after the last")
-    parser.add_argument("--steps", type=int, default=400, help=f"train: of {ROWS} rows of {TRAINED_CHUNKS} chunks")
-    arguments = parser.parse_args()
-    setting = SETTINGS[arguments.chunk]
-    if arguments.part == "documents":
-        write_documents(setting, Path(arguments.books), Path(arguments.held_out))
-    elif arguments.part == "train":
-        train(setting, arguments.models, arguments.steps, arguments.seed, arguments.books, arguments.held_out)
-    elif arguments.part == "ask":
-        ask(setting, arguments.models, arguments.at, arguments.seed)
+    given = parsed(parser)
+    setting = SETTINGS[given.chunk]
+    if given.part == "documents":
+        write_documents(setting, Path(given.books), Path(given.held_out))
+    elif given.part == "train":
+        train(setting, given.models, given.steps, given.seed, given.books, given.held_out)
+    elif given.part == "ask":
+        ask(setting, given.models, given.at, given.seed)
     else:
         (FOLDER / "README.md").write_text(page(), encoding="utf-8")
         print(page())

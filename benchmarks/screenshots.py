@@ -11,47 +11,28 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+from measuring import serving
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 QUESTIONS = {
     "chat": ("What does a frog do?", "And the lion?", "Which sound has a cow?"),
     "chat_smollm2": ("What is the capital of France?", "Name three things to see there."),
 }
-PORT = 8765
 
 
 def chat_page(page: Any, picture: str, model: Path) -> None:
     """Ask a served model the questions of a picture."""
-    command = [sys.executable, "-m", "gecko", "serve", str(model), "--port", str(PORT)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_for(f"http://127.0.0.1:{PORT}/health")
-            page.goto(f"http://127.0.0.1:{PORT}")
-            page.fill("#temperature", "0")
-            for question in QUESTIONS[picture]:
-                page.fill("#prompt", question)
-                page.click("#send")
-                page.wait_for_selector("#send:text-is('Send')")
-            page.screenshot(path=PICTURES / f"{picture}.png")
-        finally:
-            server.terminate()
-
-
-def wait_for(url: str) -> None:
-    for _ in range(300):
-        try:
-            urllib.request.urlopen(url, timeout=5).read()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise TimeoutError(f"{url} did not answer within a minute")
+    with serving(model) as (_, port):
+        page.goto(f"http://127.0.0.1:{port}")
+        page.fill("#temperature", "0")
+        for question in QUESTIONS[picture]:
+            page.fill("#prompt", question)
+            page.click("#send")
+            page.wait_for_selector("#send:text-is('Send')")
+        page.screenshot(path=PICTURES / f"{picture}.png")
 
 
 def main() -> None:

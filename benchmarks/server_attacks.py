@@ -8,13 +8,10 @@ share the machine's processors, so times are higher than those of a server alone
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
-import os
 import re
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,14 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from measuring import machine, parser_of, publish
+from measuring import parsed, parser_of, publish, serving, table
 
 import gecko
 from gecko.serving.options import Limits
@@ -147,29 +143,17 @@ def attacks() -> Iterator[tuple[str, Attack]]:
     yield "100 answers that are not read", complete({"prompt": "a" * 1_000_000, "echo": True}, 100, read=False)
     yield "100 headers that do not end", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", 100)
     yield "100 headers of 4 MB", raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 700_000, 100)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n"
     # The chunks come with a wrong key, as on a server without one.
     yield (
         "10 bodies of 240,000 chunks",
-        raw(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Authorization: Bearer wrong\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 240_000, 10,
-        ),
-    )  # fmt: skip
-    yield (
-        "10 bodies of 60,000 chunks of 256 bytes",
-        raw(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n" + (b"100\r\n" + b"a" * 256 + b"\r\n") * 60_000 + b"0\r\n\r\n", 10,
-        ),
-    )  # fmt: skip
-    yield (
-        "10 bodies of 1,000 chunks with names of 15 KB",
-        raw(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
-            + (b"100;" + b"a" * 15_000 + b"\r\n" + b" " * 256 + b"\r\n") * 1000 + b"0\r\n\r\n", 10,
-        ),
-    )  # fmt: skip
+        raw(head + b"Authorization: Bearer wrong\r\n" + chunked + b"1\r\na\r\n" * 240_000, 10),
+    )
+    chunk = b"100\r\n" + b"a" * 256 + b"\r\n"
+    yield "10 bodies of 60,000 chunks of 256 bytes", raw(head + chunked + chunk * 60_000 + b"0\r\n\r\n", 10)
+    chunk = b"100;" + b"a" * 15_000 + b"\r\n" + b" " * 256 + b"\r\n"
+    yield "10 bodies of 1,000 chunks with names of 15 KB", raw(head + chunked + chunk * 1000 + b"0\r\n\r\n", 10)
     yield (
         "20 chats of a template that loops",
         complete({"messages": [{"role": "user", "content": "loop"}]}, 20, path=chat),
@@ -214,25 +198,14 @@ def settle(port: int) -> None:
 
 
 @contextmanager
-def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Process, int]]:
+def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Popen, int]]:
     """Start a server of the model in ``folder``; yield its process and its port."""
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    command = [sys.executable, "-m", "gecko", "serve", str(folder), "--tokenizer", "bytes", "--name", "attacked",
-               "--port", "0", "--prefix-cache", "0"]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+:(\d+)", process.stdout.readline())
-        if found is None:
-            raise RuntimeError("the server did not start: run `gecko serve` by hand to see why")
-        port = int(found[1])
+    options = "--tokenizer", "bytes", "--name", "attacked", "--prefix-cache", "0"
+    with serving(folder, *options, threads=threads) as (process, port):
         # The first request of a process loads code.
         complete({"prompt": "abc", "max_tokens": 3})(port)
-        yield psutil.Process(process.pid), port
-    finally:
-        process.kill()
-        process.wait()
+        yield process, port
 
 
 @contextmanager
@@ -244,44 +217,28 @@ def small_model() -> Iterator[Path]:
 
 
 def main() -> int:
-    arguments = _arguments()
-    rows, seen = [], []
+    given = parsed(parser_of(__doc__, only=("", "only attacks with this in their name")))
+    rows, seen = [], list[Watch]()
     with small_model() as folder, server(folder) as (process, port):
         start = process.memory_info().rss
         for name, attack in attacks():
-            if arguments.only and arguments.only not in name:
-                continue
-            seen.append(watch(process, port, attack))
-            rows.append(_row(name, seen[-1]))
-            print(rows[-1], flush=True)
-            settle(port)
-    publish("server_attacks.md", _page(rows, seen, start), arguments.write)
-    return 0 if all(one.within_bounds for one in seen) else 1
-
-
-def _row(name: str, seen: Watch) -> str:
-    answers = ", ".join(f"{count} × {answer}" for answer, count in sorted(seen.answers.items()))
-    return f"| {name} | {answers} | {seen.slowest:.3f} | {seen.growth / 1e6:.0f} |"
-
-
-def _page(rows: Sequence[str], seen: Sequence[Watch], start: int) -> list[str]:
-    return [
-        "# The server under attack", "",
-        f"{date.today()}, {machine()}. Model: `tiny` with random weights, one thread, no prefix cache, the limits that "
-        f"`gecko serve` has by default. The client runs on the same machine and waits {PATIENCE:g} s for its answers. "
-        "Command: `python benchmarks/server_attacks.py`.", "",
-        "| attack | answers | slowest `/health`, s | memory, + MB |", "|---|---|---:|---:|", *rows, "",
+            if given.only in name:
+                seen.append(watch(process, port, attack))
+                answers = ", ".join(f"{count} × {answer}" for answer, count in sorted(seen[-1].answers.items()))
+                rows.append((name, answers, seen[-1].slowest, seen[-1].growth / 1e6))
+                print(*rows[-1], sep=" | ", flush=True)
+                settle(port)
+    publish(
+        "server_attacks.md", given, "The server under attack",
+        "Model: `tiny` with random weights, one thread, no prefix cache, the limits that `gecko serve` has by default. "
+        f"The client runs on the same machine and waits {PATIENCE:g} s for its answers.",
+        table(["attack", "answers", "slowest `/health`, s|.3f", "memory, + MB|.0f"], rows),
         f"Memory at the start: {start / 1e6:.0f} MB; at most {max(one.peak for one in seen) / 1e6:.0f} MB. "
         f"Bounds: `/health` answers within {LONGEST} s, and an attack adds at most {BOUND / 1e6:.0f} MB. "
         f"Failed calls of `/health`: {sum(one.failures for one in seen)}; "
         f"attacks within all bounds: {sum(one.within_bounds for one in seen)} of {len(seen)}.",
-    ]  # fmt: skip
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", metavar="TEXT", help="only attacks with this in their name")
-    return parser.parse_args()
+    )  # fmt: skip
+    return 0 if all(one.within_bounds for one in seen) else 1
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ Without --model the weights are random, which does not change the times.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from measuring import command, machine, parser_of, publish
+from measuring import described, median_seconds, parsed, parser_of, publish, seconds_of, table
 
 import gecko
 from gecko.inference import Prefill, Sampling, read
@@ -44,188 +40,114 @@ STEPS = 16
 ROUNDS = 9
 
 
-@dataclass(frozen=True)
-class Gaps:
-    """Milliseconds between two tokens of a text."""
-
-    median: float
-    worst_of_hundred: float
-    longest: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Gaps:
-        ordered = sorted(1e3 * gap for gap in seconds)
-        return cls(statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1])
+def request(length: int, sampling: Sampling, new: int, seed: int = 0) -> Request:
+    return Request(torch.randint(0, 256, (length,)), new, sampling, seed)
 
 
-def main() -> None:
-    arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
-    keep_freed_memory()
-    torch.manual_seed(0)
-    preset = gecko.GeckoConfig.preset(arguments.preset)
-    model = gecko.load(arguments.model) if arguments.model else gecko.Gecko(preset).eval()
-    _warm_up(model)
-    speeds = {
-        name: [measure_throughput(model, sampling, rows, arguments.steps) for rows in ROWS]
-        for name, sampling in SAMPLINGS.items()
-    }
-    gaps = measure_gaps(model, arguments.steps, arguments.prompt)
-    lines = [*report(arguments, model, speeds, gaps), *report_prompts(model), *report_drafts()]
-    publish("serving_engine.md", lines, arguments.write)
-
-
-def measure_throughput(model: gecko.Gecko, sampling: Sampling, rows: int, steps: int) -> float:
-    """Return the tokens/s of ``rows`` texts together, at different positions; the median step counts."""
-    engine = _running(model, sampling, rows)
-    return rows / statistics.median(_step_times(engine, steps, rows))
-
-
-def measure_gaps(model: gecko.Gecko, steps: int, prompt: int) -> dict[str, Gaps]:
-    """Measure the gaps of eight texts, alone and while the prompt of another text is read."""
-    engine = _running(model, Sampling(1.0), 8, places=9)
-    found = {"alone": Gaps.of(_step_times(engine, steps, 8))}
-    engine.submit(_request(prompt, Sampling(1.0), 1))
-    found[f"while a prompt of {prompt:,} tokens is read"] = Gaps.of(_times_while_reading(engine))
-    return found
-
-
-def report(
-    arguments: argparse.Namespace, model: gecko.Gecko, speeds: dict[str, list[float]], gaps: dict[str, Gaps]
-) -> list[str]:
-    """Return the results in Markdown."""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return [
-        "# Many texts side by side", "",
-        f"{date.today()}, {machine()}. Model: {arguments.model or arguments.preset}, {size:,} parameters, float32. "
-        f"Command: `{command(arguments)}`.", "",
-        f"## Tokens a second, all texts together, by the median of {arguments.steps} steps", "",
-        "| rows | " + " | ".join(speeds) + " |", "|---:|" + "---:|" * len(speeds),
-        *(f"| {rows} | " + " | ".join(f"{speed[i]:,.0f}" for speed in speeds.values()) + " |"
-          for i, rows in enumerate(ROWS)), "",
-        "16 rows against 1: " + ", ".join(
-            f"× {speed[ROWS.index(16)] / speed[0]:.1f} ({name})" for name, speed in speeds.items()) + ".", "",
-        "## Time between tokens of eight running texts", "",
-        f"The prompt is read in pieces, one between two tokens, fitted to steps of {1e3 * STEP_SECONDS:.0f} ms.", "",
-        "| | median, ms | 99 of 100 within, ms | longest, ms |", "|---|---:|---:|---:|",
-        *(f"| {name} | {gap.median:.1f} | {gap.worst_of_hundred:.1f} | {gap.longest:.1f} |"
-          for name, gap in gaps.items()),
-    ]  # fmt: skip
-
-
-def report_prompts(model: gecko.Gecko) -> list[str]:
-    """Return the times to read short prompts of different lengths, one after the other and together, in Markdown."""
-    rows = []
-    for count, longest in PROMPTS:
-        alone, together = (_reading_time(model, count, longest, places) for places in (1, count))
-        rows.append(f"| {count} of up to {longest} tokens | {alone:.1f} | {together:.1f} | × {alone / together:.1f} |")
-    return [
-        "", "## Short prompts that arrive together", "",
-        "Their lengths are spread evenly over the upper quarter. One place reads them one after the other; with a "
-        "place for each they are read in one call of the model. Each has one new token.", "",
-        "| prompts | one by one, ms | in one call, ms | |", "|---|---:|---:|---:|", *rows,
-    ]  # fmt: skip
-
-
-def _reading_time(model: gecko.Gecko, count: int, longest: int, places: int) -> float:
-    lengths = [longest - i * longest // (4 * count) for i in range(count)]
-
-    def work() -> None:
-        engine = Engine(model, rows=places)
-        for length in lengths:
-            engine.submit(_request(length, Sampling(0.0), 1))
-        while not engine.idle:
-            engine.step()
-
-    return _median_ms(work)
-
-
-def report_drafts() -> list[str]:
-    """Return the time to verify k drafted tokens in one call, beside that of k steps of decoding, in Markdown."""
-    rows = [row for preset in DRAFTED for row in _draft_rows(preset)]
-    return [
-        "", "## Drafted tokens", "",
-        "One call of the model on k drafted tokens after 1,000 others, which gives the logits to verify them, against "
-        "one step of the decoder for one text. The last column is the number of steps that take as long as the call: "
-        "drafts would pay if one call replaced more steps than that.", "",
-        "| model | k | one call, ms | a step, ms | steps in the time of the call |", "|---|---:|---:|---:|---:|", *rows,
-    ]  # fmt: skip
-
-
-def _draft_rows(preset: str) -> list[str]:
-    model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
-    prefill = read(model, [torch.randint(0, 256, (1000,))])
-    with inference(model):
-        decoder = Decoder(model, 1)
-        decoder.add(prefill.state, prefill.seen)
-        step = _median_ms(lambda: [decoder.step([65]) for _ in range(STEPS)]) / STEPS
-        calls = {drafted: _median_ms(partial(_verify, model, prefill, drafted)) for drafted in DRAFTS}
-    return [f"| {preset} | {k} | {call:.2f} | {step:.2f} | {call / step:.1f} |" for k, call in calls.items()]
-
-
-def _verify(model: gecko.Gecko, prefill: Prefill, drafted: int) -> None:
-    model(torch.full((1, drafted), 65), state=prefill.state)
-
-
-def _median_ms(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times)
-
-
-def _running(model: gecko.Gecko, sampling: Sampling, rows: int, places: int | None = None) -> Engine:
+def running(model: gecko.Gecko, sampling: Sampling, rows: int, places: int | None = None) -> Engine:
     """Return an engine in which ``rows`` texts are being continued, without an end."""
     engine = Engine(model, rows=places or rows)
     for row in range(rows):
-        engine.submit(_request(10 + 37 * row, sampling, 1 << 40, seed=row))
+        engine.submit(request(10 + 37 * row, sampling, 1 << 40, seed=row))
     while engine.tokens_made < 10 * rows * rows:
         engine.step()
     return engine
 
 
-def _request(length: int, sampling: Sampling, new: int, seed: int = 0) -> Request:
-    return Request(torch.randint(0, 256, (length,)), new, sampling, seed)
+def speed(model: gecko.Gecko, sampling: Sampling, rows: int, steps: int) -> float:
+    """Return the tokens/s of ``rows`` texts together, at different positions; the median step counts."""
+    engine = running(model, sampling, rows)
+    seconds = median_seconds(engine.step, steps)
+    assert len(engine.step()) == rows
+    return rows / seconds
 
 
-def _step_times(engine: Engine, steps: int, rows: int) -> list[float]:
-    times = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        events = engine.step()
-        times.append(time.perf_counter() - begin)
-        assert len(events) == rows
-    return times
+def gap_rows(model: gecko.Gecko, steps: int, prompt: int) -> Iterator[tuple[str, float, float, float]]:
+    """Yield milliseconds between tokens of eight texts, alone and while the prompt of another text is read."""
+    engine = running(model, Sampling(1.0), 8, places=9)
+    times = [seconds_of(engine.step) for _ in range(steps)]
+    yield "alone", *gaps(times)
+    engine.submit(request(prompt, Sampling(1.0), 1))
+    times, finished = [], list[object]()
 
+    def step() -> None:
+        finished.extend(event for event in engine.step() if isinstance(event, Finished))
 
-def _times_while_reading(engine: Engine) -> list[float]:
-    """Return the times of the steps until the new text has its only token."""
-    times: list[float] = []
-    finished = False
     while not finished:
-        begin = time.perf_counter()
-        events = engine.step()
-        times.append(time.perf_counter() - begin)
-        finished = any(isinstance(event, Finished) for event in events)
-    return times
+        times.append(seconds_of(step))
+    yield f"while a prompt of {prompt:,} tokens is read", *gaps(times)
 
 
-def _warm_up(model: gecko.Gecko) -> None:
-    """Run an engine for some steps: the first calls of a process are slower."""
-    engine, begin = _running(model, Sampling(1.0), 16), time.perf_counter()
-    while time.perf_counter() - begin < SECONDS_TO_WARM_UP:
-        engine.step()
+def gaps(seconds: list[float]) -> tuple[float, float, float]:
+    """Return the median, the worst of hundred and the longest, in milliseconds."""
+    ordered = sorted(1e3 * gap for gap in seconds)
+    return statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]
 
 
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, threads=True)
-    parser.add_argument("--steps", type=int, default=300, help="steps measured for each number")
-    parser.add_argument("--prompt", type=int, default=50_000, help="tokens of the long prompt")
-    parser.add_argument("--preset", default="tiny", help="architecture, with random weights")
-    parser.add_argument("--model", help="a model's folder instead")
-    return parser.parse_args()
+def prompt_rows(model: gecko.Gecko) -> Iterator[tuple[object, ...]]:
+    """Yield the times to read short prompts of different lengths, one after the other and together."""
+
+    def work(lengths: list[int], places: int) -> None:
+        engine = Engine(model, rows=places)
+        for length in lengths:
+            engine.submit(request(length, Sampling(0.0), 1))
+        while not engine.idle:
+            engine.step()
+
+    for count, longest in PROMPTS:
+        lengths = [longest - i * longest // (4 * count) for i in range(count)]
+        alone, together = (1e3 * median_seconds(partial(work, lengths, places), ROUNDS) for places in (1, count))
+        yield f"{count} of up to {longest} tokens", alone, together, f"× {alone / together:.1f}"
+
+
+def draft_rows(preset: str) -> Iterator[tuple[object, ...]]:
+    """Yield the times to verify k drafted tokens in one call, beside that of k steps of decoding."""
+    model = gecko.Gecko(gecko.GeckoConfig.preset(preset)).eval()
+    prefill: Prefill = read(model, [torch.randint(0, 256, (1000,))])
+    with inference(model):
+        decoder = Decoder(model, 1)
+        decoder.add(prefill.state, prefill.seen)
+        step = 1e3 * median_seconds(lambda: [decoder.step([65]) for _ in range(STEPS)], ROUNDS) / STEPS
+        for drafted in DRAFTS:
+            verify = partial(model, torch.full((1, drafted), 65), state=prefill.state)
+            call = 1e3 * median_seconds(verify, ROUNDS)
+            yield preset, drafted, call, step, call / step
+
+
+def main() -> None:
+    given = parsed(parser_of(
+        __doc__, threads=True, steps=(300, "steps measured for each number"), prompt=(50_000, "tokens of the long one"),
+        preset=("tiny", "architecture, with random weights"), model=(None, "a model's folder instead"),
+    ))  # fmt: skip
+    keep_freed_memory()
+    torch.manual_seed(0)
+    preset = gecko.GeckoConfig.preset(given.preset)
+    model = gecko.load(given.model) if given.model else gecko.Gecko(preset).eval()
+    engine, seconds = running(model, Sampling(1.0), 16), 0.0
+    while seconds < SECONDS_TO_WARM_UP:  # the first calls of a process are slower
+        seconds += seconds_of(engine.step)
+    speeds = {name: [speed(model, one, rows, given.steps) for rows in ROWS] for name, one in SAMPLINGS.items()}
+    of_sixteen = (f"× {found[ROWS.index(16)] / found[0]:.1f} ({name})" for name, found in speeds.items())
+    gaps_found = list(gap_rows(model, given.steps, given.prompt))
+    publish(
+        "serving_engine.md", given, "Many texts side by side", described(model, given.model or given.preset),
+        f"## Tokens a second, all texts together, by the median of {given.steps} steps",
+        table(["rows|,", *(f"{name}|,.0f" for name in speeds)], zip(ROWS, *speeds.values(), strict=True)),
+        f"16 rows against 1: {', '.join(of_sixteen)}.",
+        "## Time between tokens of eight running texts",
+        f"The prompt is read in pieces, one between two tokens, fitted to steps of {1e3 * STEP_SECONDS:.0f} ms.",
+        table(["", "median, ms|.1f", "99 of 100 within, ms|.1f", "longest, ms|.1f"], gaps_found),
+        "## Short prompts that arrive together",
+        "Their lengths are spread evenly over the upper quarter. One place reads them one after the other; with a "
+        "place for each they are read in one call of the model. Each has one new token.",
+        table(["prompts", "one by one, ms|.1f", "in one call, ms|.1f", "|>"], prompt_rows(model)),
+        "## Drafted tokens",
+        "One call of the model on k drafted tokens after 1,000 others, which gives the logits to verify them, against "
+        "one step of the decoder for one text. The last column is the number of steps that take as long as the call: "
+        "drafts would pay if one call replaced more steps than that.",
+        table(["model", "k|,", "one call, ms|.2f", "a step, ms|.2f", "steps in the time of the call|.1f"],
+              (row for preset in DRAFTED for row in draft_rows(preset))),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ that of the wheel in a new environment, with its seconds from start to end.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from datetime import date
 from pathlib import Path
@@ -17,7 +16,7 @@ from statistics import fmean
 
 import torch
 from first_text import installed_starts
-from measuring import START
+from measuring import START, parsed, parser_of, size_of
 
 import gecko
 from gecko.inference.prefill import inference
@@ -44,12 +43,12 @@ def row_losses(model: gecko.Gecko, texts: Path, rows: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, write=False, bytes=(31_337_482, "of the training texts"), rows=(24, "of each text that are scored")
+    )
     parser.add_argument("run", type=Path, help="folder of the finished run")
     parser.add_argument("texts", type=Path, help="folder with the held-out texts")
-    parser.add_argument("--bytes", type=int, default=31_337_482, help="bytes of the training texts")
-    parser.add_argument("--rows", type=int, default=24, help="rows of each text that are scored")
-    given = parser.parse_args()
+    given = parsed(parser)
     source, target = model_folder(given.run), SHIPPED / "books"
     exact = gecko.load(source)
     loss = fmean(row_losses(exact, given.texts, given.rows))
@@ -58,17 +57,16 @@ def main() -> None:
     recipe.save(target / "recipe.json")
     stored = fmean(row_losses(gecko.load(target).float(), given.texts, given.rows))
     starts = installed_starts()
-    records = read_metrics(given.run / METRICS)
-    trained = [record for record in records if record["kind"] == "train"]
+    steps = max(record["step"] for record in read_metrics(given.run / METRICS) if record["kind"] == "train")
     step = recipe.batch_size * recipe.sequence_length
     numbers = {
         "date": date.today(),
         "processor": processor_name(),
-        "parameters": sum(parameter.numel() for parameter in exact.parameters()),
+        "parameters": size_of(exact),
         "bytes": (target / "model.safetensors").stat().st_size,
         "tokens_per_step": step,
-        "steps": trained[-1]["step"],
-        "passes": trained[-1]["step"] * step / given.bytes,
+        "steps": steps,
+        "passes": steps * step / given.bytes,
         "rows": given.rows,
         "loss": loss,
         "stored": stored,

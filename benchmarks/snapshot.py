@@ -8,16 +8,15 @@ state's file, verifying its checksum, and reading the question; otherwise, readi
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
-from measuring import DEMO, START, byte_tokens, describe, find_model, parser_of, publish, text_files
+from measuring import START, byte_tokens, model_and_texts, parsed, publish, reading_parser, seconds_of, table
 from torch import Tensor
 
 import gecko
@@ -27,64 +26,40 @@ from gecko.runtime.process import keep_freed_memory
 QUESTION = "In short, what was it that "
 
 
+def first_token(model: gecko.Gecko, tokens: Iterable[Tensor], snapshot: Path | None = None) -> None:
+    reading = read(model, tokens, snapshot and gecko.GeckoState.load(snapshot))
+    next(iter(TokenStream(model, [reading], seeds=[0], sampling=Sampling(0.8), max_new_tokens=1)))
+
+
 def main() -> None:
-    arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
+    options = {"length": (1_000_000, "bytes of the book"), "repeats": (20, "questions from each snapshot")}
+    given = parsed(reading_parser(__doc__, **options))
     keep_freed_memory()
-    folder, files = find_model(arguments.model), text_files(arguments.texts)
-    model = gecko.load(folder)
+    model, files, about = model_and_texts(given)
     question = torch.frombuffer(bytearray(QUESTION.encode()), dtype=torch.uint8).long()
     read(model, chain([START], byte_tokens(files, 100_000)))  # the first calls of a process are slower
+    book = partial(byte_tokens, files, given.length)
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        snapshots = {kind: Path(scratch) / kind for kind in ("float32", "compact")}
-        state = read(model, chain([START], byte_tokens(files, arguments.length))).state
-        for kind, path in snapshots.items():
+        state = read(model, chain([START], book())).state
+        again = seconds_of(lambda: first_token(model, chain([START], book(), [question])))
+        for kind in ("float32", "compact"):
+            path = Path(scratch) / kind
             state.save(path, compact=kind == "compact")
-        again = _again(model, chain([START], byte_tokens(files, arguments.length)), question)
-        rows = []
-        for kind, path in snapshots.items():
-            times = [_from_snapshot(model, path, question) for _ in range(arguments.repeats)]
-            rows.append((kind, path.stat().st_size, statistics.median(times), max(times)))
-    command = f"python benchmarks/snapshot.py --length {arguments.length} --threads {arguments.threads}"
-    heading = describe(model, folder, files, command)
-    publish("snapshot.md", _page(heading, arguments.length, again, rows), arguments.write)
-
-
-def _again(model: gecko.Gecko, book: Iterable[Tensor], question: Tensor) -> float:
-    begin = time.perf_counter()
-    _first_token(model, chain(book, [question]), None)
-    return time.perf_counter() - begin
-
-
-def _from_snapshot(model: gecko.Gecko, path: Path, question: Tensor) -> float:
-    begin = time.perf_counter()
-    _first_token(model, [question], gecko.GeckoState.load(path))
-    return time.perf_counter() - begin
-
-
-def _first_token(model: gecko.Gecko, tokens: Iterable[Tensor], state: gecko.GeckoState | None) -> int:
-    reading = read(model, tokens, state)
-    return next(iter(TokenStream(model, [reading], seeds=[0], sampling=Sampling(0.8), max_new_tokens=1))).token
-
-
-def _page(heading: str, length: int, again: float, rows: list[tuple[str, int, float, float]]) -> list[str]:
-    return [
-        "# A second question about a book", "", heading, "",
-        f"The book: {length:,} bytes. The question: {len(QUESTION)} bytes. Seconds to the first token.", "",
-        "| | file, bytes | median, s | slowest, s | times shorter |", "|---|---:|---:|---:|---:|",
-        f"| reading the book again | | {again:.2f} | | 1 |",
-        *(f"| snapshot, {kind} | {size:,} | {median:.4f} | {slowest:.4f} | {again / median:,.0f} |"
-          for kind, size, median, slowest in rows),
-    ]  # fmt: skip
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, threads=True)
-    parser.add_argument("texts", nargs="*", help="files that make up the book, over and over if they are short")
-    parser.add_argument("--model", default=DEMO, help="a model's folder, or a run's")
-    parser.add_argument("--length", type=int, default=1_000_000, help="bytes of the book")
-    parser.add_argument("--repeats", type=int, default=20, help="questions from each snapshot")
-    return parser.parse_args()
+            asked = partial(first_token, model, [question], path)
+            times = [seconds_of(asked) for _ in range(given.repeats)]
+            median = statistics.median(times)
+            rows.append(
+                (f"snapshot, {kind}", path.stat().st_size, f"{median:.4f}", f"{max(times):.4f}", again / median)
+            )
+    publish(
+        "snapshot.md", given, "A second question about a book", about,
+        f"The book: {given.length:,} bytes. The question: {len(QUESTION)} bytes. Seconds to the first token.",
+        table(
+            ["", "file, bytes|,", "median, s|.2f", "slowest, s|.2f", "times shorter|,.0f"],
+            [("reading the book again", None, again, None, 1), *rows],
+        ),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

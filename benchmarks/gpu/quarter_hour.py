@@ -23,7 +23,7 @@ A machine took 35 s to start, and the first command 100 s, with all kernels in t
        (``<card>.jsonl``): variants that won there are applied in its headline.
     4. Read the tables in OUT/<card>.md: "Items" (what did not run, and whether kernels were compiled meanwhile, as the
        cache was not found), "Other numbers" (equal rows), "Variants of kernels", "Targets". Join ``<card>.jsonl`` of
-       both commands in benchmarks/results, and make the page there: ``--page FILE.jsonl``.
+       both commands in benchmarks/results, compress it (``xz -9e``), and make the page: ``--page FILE.jsonl.xz``.
 
 Every result is a line of JSON, written at once. An item that fails or exceeds its time loses only what was left of it.
 If the process itself hangs or the card no longer answers, it starts itself anew with the next item; if the process
@@ -241,7 +241,7 @@ def _facts(bench: Bench) -> Row:
 def write_page(record: Record) -> Path:
     from gpu.page import page
 
-    path = record.path.with_suffix(".md")
+    path = record.path.with_name(f"{record.path.name.partition('.jsonl')[0]}.md")
     path.write_text("\n".join(page(record)) + "\n", encoding="utf-8")
     return path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,8 +43,11 @@ class Record:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    """Yield the lines of a file; the last one may be cut off."""
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    """Yield the lines of a file, which may be compressed by xz; the last one may be cut off."""
+    if not path.exists():
+        return
+    content = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    for text in content.decode().splitlines():
         try:
             yield json.loads(text)
         except json.JSONDecodeError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import lzma
 from collections import Counter
 
 import torch
@@ -82,9 +82,9 @@ def test_variants_that_are_applied_are_measured(monkeypatch):
 def test_the_page_puts_measured_beside_predicted(tmp_path, monkeypatch):
     record, step = Record(tmp_path / "card.jsonl"), "tiny, 128 tokens"
     record.add("facts", {"table": "facts", "command": "a", "hardware": "Card; 1 core", "repeats": 20, "warm_ups": 5})
-    monkeypatch.setattr("gpu.page.PREDICTIONS", tmp_path / "predictions.json")
-    predicted = {"kernel": "cema.filter_kernel", "seconds": 2e-3, "bytes": 3e9, "flops": 4e12}
-    (tmp_path / "predictions.json").write_text(json.dumps({step: [predicted]}))
+    monkeypatch.setattr("gpu.page.PREDICTIONS", tmp_path / "predictions.csv.xz")
+    predicted = f'step,kernel,seconds,bytes,flops\n"{step}",cema.filter_kernel,2e-3,3e9,4e12\n'
+    (tmp_path / "predictions.csv.xz").write_bytes(lzma.compress(predicted.encode()))
     record.add("rates", {"table": "rates", "copy": 1e12, "products": 5e14, "peak": 1e15})
     for name, seconds in (("torch.mm", 1e-3), ("cema.filter_kernel", 4e-3)):
         row = {"table": "kernels", "step": step, "kernel": name, "launches": 2, "seconds": seconds}
