@@ -17,9 +17,8 @@ from gecko.cli.self_test import self_test
 from gecko.config import PRESETS
 from gecko.models.gecko import Block
 from gecko.ops.backends import cpu as native
-from gecko.plan.counts import counts_of
+from gecko.plan.counts import counts_of, inference_memory, parameters_by_component, training_memory
 from gecko.plan.dry_run import block_memory
-from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
 from gecko.segments import Segments
 from gecko.train.throughput import multiplies_bfloat16
 
@@ -250,7 +249,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make operators use no Triton kernels."""
     monkeypatch.setattr("gecko.ops.backends.dispatch.triton_kernels_installed", lambda: False)
     block_memory.cache_clear()
-    monkeypatch.setattr("gecko.plan.memory.block_memory", block_memory.__wrapped__)
+    monkeypatch.setattr("gecko.plan.counts.block_memory", block_memory.__wrapped__)
 
 
 @pytest.mark.parametrize("length", [256, 1024])

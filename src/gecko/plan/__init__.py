@@ -9,23 +9,20 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan.counts import FLOAT, HALF, Flops, counts_of
+from gecko.plan.counts import FLOAT, HALF, Flops, counts_of, group_sizes, state_memory, step_memory
 from gecko.plan.device import GRADIENTS, KEPT, LOSS, OPTIMIZER, PARAMETERS, WORK
-from gecko.plan.memory import group_sizes, state_memory, step_memory
 from gecko.records import unknown_name
 from gecko.train.run import Run
 from gecko.train.throughput import PEAK_FLOPS, flops_per_token
 
 __all__ = ["GPU", "GPUS", "Assumptions", "Plan", "find_gpu", "find_plan", "make_plan"]
 
-
 GPUS_PER_NODE = 8
-DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -59,18 +56,11 @@ def find_gpu(name: str) -> GPU:
     return GPUS[name.lower()]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """One kind of communication in a step."""
+class Traffic(NamedTuple):
+    """One kind of communication in a step: bytes that each GPU sends, and bytes/s."""
 
     size: float
-    """Bytes that each GPU sends."""
     bandwidth: float
-    """Bytes/s."""
-
-    @property
-    def seconds(self) -> float:
-        return self.size / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -114,31 +104,26 @@ class Plan:
         """Bytes per number of matrix products."""
         return FLOAT if self.run.precision == "float32" else HALF
 
+    @property
+    def measured(self) -> bool:
+        """Whether ``memory`` is that of a whole step. Without Triton it is that of the weights and their optimizer."""
+        return triton_kernels_installed()
+
     @cached_property
-    def _peak(self) -> tuple[dict[str, int], str]:
+    def peak(self) -> tuple[dict[str, int], str]:
+        """Bytes at the peak by kind, and the part of the step in which it is."""
         if self.measured:
             return step_memory(self.run, self.sizes)
         muon = self.run.optimizer.name == "muon"
         return state_memory(self.run.model, self.divided, muon=muon), "the optimizer"
 
     @property
-    def measured(self) -> bool:
-        """Whether ``memory`` is that of a whole step. Without Triton it is that of the weights and their optimizer."""
-        return triton_kernels_installed()
-
-    @property
     def memory(self) -> dict[str, int]:
-        """Bytes at the peak, by kind."""
-        return self._peak[0]
+        return self.peak[0]
 
     @property
     def total(self) -> int:
         return sum(self.memory.values())
-
-    @property
-    def moment(self) -> str:
-        """Part of the step in which the peak is."""
-        return self._peak[1]
 
     @property
     def fits(self) -> bool | None:
@@ -155,7 +140,7 @@ class Plan:
     def recomputed(self) -> float:
         """FLOPs per token of the second forward pass: of whole blocks with ``full``, of all but linear layers with
         ``selective``."""
-        mode, config = self.run.activation_checkpointing, self.run.model
+        mode, config = self.mode, self.run.model
         kept = {"none": set(self.flops), "selective": {"linear", "head"}, "full": {"head"}}[mode]
         flops = sum(part.forward for name, part in self.flops.items() if name not in kept)
         # A block's last product is not needed for any gradient inside it, and PyTorch stops before it.
@@ -172,24 +157,30 @@ class Plan:
         sent, copies = parts * (divided - 1) / divided, (sizes.replicate - 1) / sizes.replicate
         exchanged = counts_of(run.model).context_bytes(self.itemsize, sizes.context) if sizes.context > 1 else 0
         exchange = 2 * run.rows_per_rank(sizes.data_ranks) * run.model.num_layers * exchanged
-        link = self._link(divided)
+
+        def ring(size: float, ranks: int) -> Traffic:  # as fast as its slowest link
+            return Traffic(size, self.gpu.node_link if ranks <= GPUS_PER_NODE else self.gpu.network)
+
         return {
-            "gather weights": Traffic(sent * (2 * groups.blocks + groups.rest), link),
-            "reduce gradients": Traffic(sent * groups.gradients, link),
-            "sum over replicas": Traffic(
-                2 * copies * groups.gradients / divided, self._link(divided * sizes.replicate)
-            ),
-            "context exchange": Traffic(exchange, self._link(sizes.context)),
+            "gather weights": ring(sent * (2 * groups.blocks + groups.rest), divided),
+            "reduce gradients": ring(sent * groups.gradients, divided),
+            "sum over replicas": ring(2 * copies * groups.gradients / divided, divided * sizes.replicate),
+            "context exchange": ring(exchange, sizes.context),
         }
 
-    def _link(self, ranks: int) -> float:
-        """Return the bandwidth of a ring of ``ranks`` GPUs, which is that of its slowest link."""
-        return self.gpu.node_link if ranks <= GPUS_PER_NODE else self.gpu.network
+    @property
+    def mode(self) -> str:
+        return self.run.activation_checkpointing
 
     @property
     def tokens(self) -> float:
         """Tokens per GPU and step."""
         return self.run.tokens_per_step / self.gpus
+
+    @property
+    def tokens_at_once(self) -> float:
+        """Tokens that a GPU computes at once."""
+        return self.tokens / self.run.gradient_accumulation_steps
 
     @property
     def computing(self) -> float:
@@ -198,7 +189,7 @@ class Plan:
 
     @property
     def communicating(self) -> float:
-        return sum(kind.seconds for kind in self.traffic.values())
+        return sum(kind.size / kind.bandwidth for kind in self.traffic.values())
 
     @property
     def step_seconds(self) -> float:
@@ -213,7 +204,7 @@ class Plan:
     @property
     def days(self) -> float | None:
         """Days for all steps; None if the run has no number of steps."""
-        return None if self.run.steps is None else self.run.steps * self.step_seconds / DAY
+        return None if self.run.steps is None else self.run.steps * self.step_seconds / 86_400
 
     @property
     def gpu_hours(self) -> float | None:
@@ -272,32 +263,32 @@ def find_plan(
     plans = list(_plans(run, gpus, gpu, assumptions, kept))
     if not plans:
         return make_plan(run, gpus, gpu, assumptions)
-    lightest = {_mode(plan): plan for plan in sorted(plans, key=_need, reverse=True)}
+    lightest = {plan.mode: plan for plan in sorted(plans, key=_need, reverse=True)}
     if not plans[0].measured:
         return min(plans, key=_need)
     near: dict[str, Plan] = {}
     for plan in sorted(plans, key=lambda plan: (plan.step_seconds, plan.communicating)):
-        if (mode := _mode(plan)) not in near:
-            measure(lightest[mode])
-            near[mode] = lightest[mode]
-        if _at_least(plan, near[mode]) <= gpu.memory:
+        if plan.mode not in near:
+            measure(lightest[plan.mode])
+            near[plan.mode] = lightest[plan.mode]
+        if _at_least(plan, near[plan.mode]) <= gpu.memory:
             measure(plan)
             if plan.fits:
                 return plan
-            near[mode] = plan
+            near[plan.mode] = plan
     return min(lightest.values(), key=lambda plan: plan.total)
 
 
 def _plans(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions, kept: Collection[str]) -> Iterator[Plan]:
     """Yield the plans of all settings that ``run`` can be trained with."""
-    ranks = _divisors(gpus)
-    for replicate, context, mode, parts in product(ranks, ranks, MODES, _divisors(run.batch_size)):
+    ranks, parts = ([n for n in range(1, number + 1) if number % n == 0] for number in (gpus, run.batch_size))
+    for replicate, context, mode, accumulated in product(ranks, ranks, MODES, parts):
         mesh, shard = run.parallel, gpus // (replicate * context)
         settings = {
             "parallel.replicate": (mesh.replicate, replicate), "parallel.shard": (mesh.shard or shard, shard),
             "parallel.context": (mesh.context, context),
             "activation_checkpointing": (run.activation_checkpointing, mode),
-            "gradient_accumulation_steps": (run.gradient_accumulation_steps, parts),
+            "gradient_accumulation_steps": (run.gradient_accumulation_steps, accumulated),
         }  # fmt: skip
         changes = {name: new for name, (old, new) in settings.items() if new != old}
         if replicate * shard * context == gpus and not changes.keys() & kept:
@@ -308,27 +299,14 @@ def _plans(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions, kept: Collec
                 continue
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _mode(plan: Plan) -> str:
-    return plan.run.activation_checkpointing
-
-
-def _tokens(plan: Plan) -> float:
-    """Return the tokens that a GPU computes at once."""
-    return plan.tokens / plan.run.gradient_accumulation_steps
-
-
 def _need(plan: Plan) -> tuple[float, ...]:
     """Return what orders plans by their need of memory, without measuring it."""
-    return -MODES.index(_mode(plan)), _tokens(plan), -plan.divided
+    return -MODES.index(plan.mode), plan.tokens_at_once, -plan.divided
 
 
 def _at_least(plan: Plan, known: Plan) -> float:
     """Return about the fewest bytes of ``plan``, from the memory of one with the same checkpointing."""
-    shares, tokens = known.divided / plan.divided, _tokens(plan) / _tokens(known)
+    shares, tokens = known.divided / plan.divided, plan.tokens_at_once / known.tokens_at_once
     accumulates = plan.run.gradient_accumulation_steps > 1 or known.run.gradient_accumulation_steps == 1
     growth = {PARAMETERS: shares, OPTIMIZER: shares, GRADIENTS: shares * accumulates, KEPT: tokens}
     growth |= dict.fromkeys((WORK, LOSS), min(1.0, tokens))
