@@ -1,4 +1,4 @@
-"""``gecko info`` and ``gecko plan``: the size of a model, and an estimate of what a training run needs."""
+"""``gecko plan``: an estimate of what a training run needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,15 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gecko.cli.command import Command
-from gecko.cli.common import FAILED, echo
+from gecko.cli.command import FAILED, Command, echo
 from gecko.records import argument, option
 from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
-    import torch
-
-    from gecko.models import ModelConfig
     from gecko.plan import Plan
     from gecko.plan.dry_run import Verification
 
@@ -143,7 +138,7 @@ def facts(plan: Plan, price: float | None = None) -> dict[str, Any]:
 
     return {
         "gpus": plan.gpus, "gpu": plan.gpu.name, "parallel": dataclasses.asdict(plan.sizes),
-        "memory_bytes": _with_total(plan.memory),
+        "memory_bytes": with_total(plan.memory),
         "peak_in": plan.peak[1], "measured": plan.measured, "fits": plan.fits,
         "flops_per_token": {name: part.total for name, part in plan.flops.items()} | {"recomputed": plan.recomputed},
         "bytes_sent_per_step": {name: kind.size for name, kind in plan.traffic.items()},
@@ -178,11 +173,11 @@ def _print(recipe: str, plan: Plan, known: Mapping[str, Any]) -> None:
         f"step, {plan.tokens:,.0f} on each GPU\n"
     )
     title = f"Memory of one GPU at the peak, in {plan.peak[1]}"
-    _print_parts(console, title, known["memory_bytes"], readable, notes)
+    print_parts(console, title, known["memory_bytes"], readable, notes)
     console.print(f"{readable(plan.total)} of {readable(plan.gpu.memory)}: [bold]{_verdict(plan)}[/bold]\n")
-    flops, sent = (_with_total(known[name]) for name in ("flops_per_token", "bytes_sent_per_step"))
-    _print_parts(console, "Compute, GFLOPs per token", flops, lambda count: f"{count / 1e9:,.3f}", notes)
-    _print_parts(console, "Bytes that one GPU sends per step", sent, readable, notes)
+    flops, sent = (with_total(known[name]) for name in ("flops_per_token", "bytes_sent_per_step"))
+    print_parts(console, "Compute, GFLOPs per token", flops, lambda count: f"{count / 1e9:,.3f}", notes)
+    print_parts(console, "Bytes that one GPU sends per step", sent, readable, notes)
     console.print(
         "[bold]Time of a step[/bold]\n"
         f"compute        {plan.computing:8.3f} s   at {assumed.efficiency:.0%} of {plan.gpu.peak / 1e12:,.0f} TFLOP/s "
@@ -227,7 +222,7 @@ def _verdict(plan: Plan) -> str:
 
 def dry_run_facts(dry_run: Verification) -> dict[str, Any]:
     return {
-        "ranks": dry_run.ranks, "memory_bytes": _with_total(dry_run.peak.uses),
+        "ranks": dry_run.ranks, "memory_bytes": with_total(dry_run.peak.uses),
         "peak_in": dry_run.peak.moment, "planned_bytes": dry_run.planned, "difference": dry_run.difference,
         "agreement": dry_run.agreement._asdict(), "graphs_by_depth": dry_run.graphs,
         "passed": dry_run.passed, "seconds": dry_run.seconds, "host_bytes": dry_run.host_bytes,
@@ -238,7 +233,7 @@ def _print_dry_run(plan: Plan, dry_run: Verification) -> None:
     console, peak, agreement = Terminal(markup=True), dry_run.peak, dry_run.agreement
     planned = {name: f"planned {readable(size)}" for name, size in plan.memory.items()}
     title = f"Dry run of {len(dry_run.ranks)} of {plan.gpus} ranks: memory at the peak, in {peak.moment}"
-    _print_parts(console, title, _with_total(peak.uses), readable, planned)
+    print_parts(console, title, with_total(peak.uses), readable, planned)
     console.print(
         f"The plan, {readable(dry_run.planned)} without the reserve, is off by {dry_run.difference:+.1%}.\n"
         f"Collectives: {agreement.collectives:,} per rank, equal in the {agreement.groups} process groups of which "
@@ -253,11 +248,11 @@ def _print_dry_run(plan: Plan, dry_run: Verification) -> None:
     )
 
 
-def _with_total(parts: Mapping[str, Any]) -> dict[str, Any]:
+def with_total(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts, "total": sum(parts.values())}
 
 
-def _print_parts(
+def print_parts(
     console: Console, title: str, parts: Mapping[str, Any], write: Callable[[Any], str], notes: Mapping[str, str] = {}
 ) -> None:
     """Print the parts and their total, each with its note, or without notes with its share."""
@@ -272,85 +267,6 @@ def _print_parts(
         share = f"{value / total:.1%}" if total else ""
         table.add_row(name, write(value), notes.get(name, "") if notes else share)
     console.print(table)
-
-
-class Info(Command):
-    """Show a model's parameters by component, the size of its state, and the memory it needs.
-
-    Presets are counted without allocating their weights. Numbers of parameters and bytes of the state are exact; bytes
-    of activations are an estimate.
-
-    **Examples**
-
-        gecko info gecko-7b --length 32768 --dtype bfloat16
-
-        gecko info runs/demo --json
-    """
-
-    model: str = argument("MODEL")
-    """Model folder, training run, or name of a preset."""
-    length: int = option(4096, min=1)
-    """Tokens per sequence."""
-    batch: int = option(1, min=1)
-    """Sequences per batch."""
-    dtype: str = "float32"
-    """Dtype of the weights in inference: float32 or bfloat16."""
-    as_json: bool = option(False, "--json")
-    """Print JSON instead of tables."""
-
-    def run(self) -> None:
-        from gecko.cli.arguments import named_dtype
-
-        facts = describe(_find_config(self.model), named_dtype(self.dtype), self.batch, self.length)
-        if self.as_json:
-            asked = {name: getattr(self, name) for name in ("model", "dtype", "batch", "length")}
-            echo(json.dumps({**asked, **facts}, indent=2))
-            return
-        console, state = Terminal(markup=True), facts["state_bytes_per_row"]
-        architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
-        console.print(f"[bold]{escape(self.model)}[/bold]: {escape(architecture)}\n", soft_wrap=False)
-        _print_parts(console, "Parameters", facts["parameters"], "{:,}".format)
-        of_a_row = f"Keys and values of one sequence of {self.length:,} tokens" if "keys" in state else None
-        _print_parts(console, of_a_row or "State of one sequence, at any position", state, readable)
-        for name, parts in facts["memory_bytes"].items():
-            dtype = self.dtype if name == "inference" else "float32, AdamW"
-            title = f"Memory for {name}: {self.batch} × {self.length:,} tokens, {dtype}"
-            _print_parts(console, title, parts, readable)
-
-
-def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
-    """Return all numbers that the command shows."""
-    from gecko.plan.counts import counts_of, inference_memory, parameters_by_component, training_memory
-
-    memory = {
-        "inference": inference_memory(config, dtype, batch, length),
-        "training": training_memory(config, batch, length, recompute=False),
-        "training, activations recomputed": training_memory(config, batch, length, recompute=True),
-    }
-    return {
-        "config": config.to_dict(),
-        "parameters": _with_total(parameters_by_component(config)),
-        "state_bytes_per_row": _with_total(counts_of(config).state(length, dtype.itemsize)),
-        "memory_bytes": {name: _with_total(parts) for name, parts in memory.items()},
-    }
-
-
-def _find_config(model: str) -> ModelConfig:
-    from gecko.cli.arguments import find_model, nearest_hint
-    from gecko.io.checkpoints import shipped_models
-    from gecko.io.model_folder import CONFIG
-    from gecko.models import find_preset, load_config
-
-    folder = Path(model).expanduser()
-    if folder.exists() or model in shipped_models():
-        return load_config(find_model(model) / CONFIG)
-    try:
-        return find_preset(model)
-    except ValueError as error:
-        raise ValueError(
-            f"MODEL must be a model folder, a training run, or a preset; there is no {folder}.{nearest_hint(folder)} "
-            f"For a preset: {error}"
-        ) from error
 
 
 def readable(size: int) -> str:
