@@ -35,11 +35,8 @@ _NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json
 def find_model(name: str) -> Path:
     """Return the folder that holds the model's files. For a training run this is its newest valid checkpoint.
 
-    The name of a shipped model stands for its folder, if no model or run here has this name.
-
-    Raises:
-        FileNotFoundError: the folder does not exist, or holds no model.
-        ValueError: all checkpoints are damaged, or the folder holds several models.
+    The name of a shipped model stands for its folder, if no model or run here has this name. Raise FileNotFoundError if
+    there is no model, ValueError if all checkpoints are damaged or the folder holds several models.
     """
     if not name.strip():
         raise FileNotFoundError(f"MODEL must name a model's folder or a training run; got {name!r}.{_TRAIN_ONE}")
@@ -82,16 +79,10 @@ def find_gecko(name: str) -> Path:
 def load_any_model(
     name: str, tokenizer: str | None, device: str, dtype: str | None = None, find: Callable[[str], Path] = find_model
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load a Gecko or a Llama and its tokenizer for inference.
+    """Load a Gecko or a Llama and its tokenizer for inference, from the values of a command's options.
 
     The model is in evaluation mode: switching the mode for every token would take time. Errors are those of ``find``,
     ``find_tokenizer`` and ``named_dtype``.
-
-    Args:
-        name: model folder or training run.
-        tokenizer: ``bytes`` or a path; None for the model's own.
-        device: as for ``select_device``.
-        dtype: dtype of the weights; None keeps the stored one.
     """
     from gecko.train.throughput import select_device
 
@@ -162,9 +153,7 @@ class InputText:
 def named_text(source: str) -> InputText:
     """Open a file, which is decompressed according to its suffix, or standard input (``-``).
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: its suffix names a format of records or another format that is not plain text.
+    Raise FileNotFoundError if there is no file, ValueError if its suffix names a format that is not plain text.
     """
     if source == STANDARD_INPUT:
         return InputText("standard input", iter(lambda: sys.stdin.buffer.read(1 << 16), b""), None)
@@ -184,10 +173,7 @@ def named_text(source: str) -> InputText:
 class TokenReader:
     """Context manager that turns texts into tokens, one text after the other, with a progress bar on a terminal.
 
-    Args:
-        texts: texts to read, in order.
-        tokenizer: tokenizer of the model.
-        stopped: called before every block. Once it returns True, the tokens end, after a whole character.
+    ``stopped`` is called before every block. Once it returns True, the tokens end, after a whole character.
     """
 
     def __init__(
@@ -209,8 +195,7 @@ class TokenReader:
 
     def __enter__(self) -> TokenReader:
         sizes = [text.size for text in self._texts if text.size is not None]
-        total = sum(sizes) if len(sizes) == len(self._texts) else None
-        self._task = self._bar.add_task("", total=total, speed=0.0)
+        self._task = self._bar.add_task("", total=sum(sizes) if len(sizes) == len(self._texts) else None, speed=0.0)
         self._bar.start()
         return self
 
@@ -232,12 +217,12 @@ class TokenReader:
                 return
 
     def _blocks(self, place: int, text: InputText) -> Iterator[bytes]:
-        taken = 0
+        begin = self.num_bytes
         for block in split_at_characters(text.pieces, BLOCK_BYTES):
             if self._stopped():
-                self.unfinished = (place, taken)
+                self.unfinished = (place, self.num_bytes - begin)
                 return
-            taken, self.num_bytes = taken + len(block), self.num_bytes + len(block)
+            self.num_bytes += len(block)
             yield block
             speed = self.num_tokens / (time.perf_counter() - self._begin)
             self._bar.update(self._task, advance=len(block), speed=speed)

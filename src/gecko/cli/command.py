@@ -279,15 +279,10 @@ def output_file(
 ) -> Path:
     """Return the path that an option names, and create its folder.
 
-    Commands call this before their work, so that a mistake is found at once. Raise FileExistsError if the existing file
-    must not be replaced, ValueError if the path is a folder, a device or a pipe, or its folder cannot be written to.
-
-    Args:
-        out: value of the option.
-        inputs: files and folders that the command reads, except a state that it continues. Names that are not paths
-            are ignored.
-        force: allow to replace a file of another kind that the command does not read.
-        option: name of the option, for error messages.
+    Commands call this before their work, so that a mistake is found at once. ``inputs`` are the files and folders that
+    the command reads, except a state that it continues; names that are not paths are ignored. Raise FileExistsError if
+    the existing file must not be replaced, ValueError if the path is a folder, a device or a pipe, or its folder cannot
+    be written to.
     """
     from gecko.io.files import check_replaceable
 

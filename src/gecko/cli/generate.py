@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gecko.cli.arguments import InputText
-    from gecko.data.chat import ChatFormat
     from gecko.data.text_stream import TokenBytes
     from gecko.inference import TextStream
     from gecko.inference.chat import Answer, Conversation
@@ -122,7 +121,6 @@ class Read(StartsFromState, WritesFile):
 
 
 def _notice(signal: str, again: bool) -> None:
-    """Say at once what the signal does: the piece of text in progress may take long."""
     from gecko.train.health import write_notice
 
     first = "the piece in progress is read, then the state is saved; a second Ctrl-C stops at once and loses it"
@@ -239,11 +237,14 @@ class Generate(WritesText, WritesFile):
         return named_text(given[0]) if given else None
 
 
+def _write_piece(piece: str) -> None:
+    sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
+
+
 def _write(pieces: TextStream) -> None:
-    show = visible if sys.stdout.isatty() else str
     for piece in pieces:
-        sys.stdout.write(show(piece))
-        sys.stdout.flush()
+        _write_piece(piece)
     if sys.stdout.isatty():
         echo()
 
@@ -291,7 +292,14 @@ class Chat(WritesText):
         model, tokenizer, before = self.load_with_state()
         chat_format = find_format(tokenizer, find_model(self.model))
         conversation = Conversation(model, tokenizer, chat_format, system=self.system, before=before)
-        _introduce(self.model, chat_format)
+        _say(f"conversations are written by {chat_format.source}")
+        if not chat_format.tuned:
+            _say(
+                "this model has no chat template, so it was not tuned for chat: it continues the conversation as it "
+                f"would continue any text. To tune it on chats: gecko finetune {self.model} chats.jsonl --out tuned"
+            )
+        if sys.stdin.isatty():
+            _say(_HELP)
         seeds = itertools.count(as_seeds(self.seed, 1)[0])
         while (line := _read_line()) is not None:
             if line.startswith("/"):
@@ -303,17 +311,6 @@ class Chat(WritesText):
                 _write_answer(
                     conversation.ask(message, sampling=sampling, seed=next(seeds), max_new_tokens=self.max_new_tokens)
                 )
-
-
-def _introduce(model: str, chat_format: ChatFormat) -> None:
-    _say(f"conversations are written by {chat_format.source}")
-    if not chat_format.tuned:
-        _say(
-            "this model has no chat template, so it was not tuned for chat: it continues the conversation as it would "
-            f"continue any text. To tune it on chats: gecko finetune {model} chats.jsonl --out tuned"
-        )
-    if sys.stdin.isatty():
-        _say(_HELP)
 
 
 def _say(text: str) -> None:
@@ -341,15 +338,14 @@ def _write_answer(answer: Answer) -> None:
     """Stream an answer to standard output. Ctrl-C ends it; a second one forgets question and answer."""
     from gecko.train.health import StopSignal
 
-    shown, show = False, visible if sys.stdout.isatty() else str
+    shown = False
     try:
         with StopSignal() as stop:
             for piece in answer:
                 # The format may put a space before an answer.
                 text = piece if shown else piece.lstrip()
                 shown = shown or bool(text)
-                sys.stdout.write(show(text))
-                sys.stdout.flush()
+                _write_piece(text)
                 if stop.requested is not None:
                     answer.stop()
     except KeyboardInterrupt:

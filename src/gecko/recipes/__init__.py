@@ -19,7 +19,6 @@ fifteen million parameters, and the learning rates that were best at a million, 
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
