@@ -11,8 +11,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +121,9 @@ _CONFIG = GeckoConfig(
 """The heads are wide enough for every kernel to be chosen."""
 
 
+OPERATORS = ("moving average", "timestep norm", "chunk attention", "working memory")
+
+
 class Finding(NamedTuple):
     """Result of one check."""
 
@@ -131,10 +135,7 @@ class Finding(NamedTuple):
 def self_test(device: torch.device) -> list[Finding]:
     """Run every check on ``device``. A check that raises an exception has failed."""
     checks: dict[str, Callable[[torch.device], str]] = {
-        "moving average: fast form = reference": _cema,
-        "timestep norm: fast form = reference": _timestep_norm,
-        "chunk attention: fast form = reference": _chunk_attention,
-        "working memory: fast form = reference": _working_memory,
+        **{f"{name}: fast form = reference": partial(_operator, name) for name in OPERATORS},
         "kernels: float32 = float64, all gradients": _single_precision,
         "products in bfloat16: near float64": _rounded_products,
         "split law: any cut into calls, same logits": _split_law,
@@ -154,42 +155,36 @@ def self_test(device: torch.device) -> list[Finding]:
     return findings
 
 
-# The operators read two documents in float64.
+def _operator(name: str, device: torch.device) -> str:
+    """Compare an operator's fast form with its reference, on two documents in float64."""
+    wide = torch.float64, device
+    ids = (torch.arange(_LENGTH, device="cpu") >= 20).long().expand(_BATCH, -1)
+    segments = Segments.build(_BATCH, _LENGTH, segment_ids=ids, device=device)
 
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device="cpu").to(device)
 
-def _cema(device: torch.device) -> str:
-    dim, modes, segments = 12, 4, _two_documents(device)
-    parameters = [_random(device, *shape) for shape in ((dim, modes), (dim, modes), (dim,), (dim, modes, 2))]
-    state = empty_cema_state(_BATCH, dim, modes, torch.float64, device)
-    inputs = _random(device, _BATCH, _LENGTH, dim), CEMACoefficients.from_parameters(*parameters), state
-    return _agree(cema(*inputs, segments=segments)[:1], cema_reference(*inputs, segments)[:1])
-
-
-def _timestep_norm(device: torch.device) -> str:
-    groups, dim, segments = 4, 12, _two_documents(device)
-    x, weight, bias = (_random(device, *shape) for shape in ((_BATCH, _LENGTH, dim), (dim,), (dim,)))
-    state = TimestepNormState.empty(_BATCH, groups, torch.float64, device)
-    inputs = x, weight, bias, groups, (0.999, 0.9999), 1e-5, state
-    fast, slow = timestep_norm(*inputs, segments=segments), timestep_norm_reference(*inputs, segments=segments)
+    q, k, v = (random(_BATCH, 2, _LENGTH, dim) for dim in (4, 4, 6))
+    x, weight, bias = (random(*shape) for shape in ((_BATCH, _LENGTH, 12), (12,), (12,)))
+    fast: Sequence[Any]
+    slow: Sequence[Any]
+    match name:
+        case "moving average":
+            parameters = [random(*shape) for shape in ((12, 4), (12, 4), (12,), (12, 4, 2))]
+            average = x, CEMACoefficients.from_parameters(*parameters), empty_cema_state(_BATCH, 12, 4, *wide)
+            fast, slow = cema(*average, segments=segments), cema_reference(*average, segments)
+        case "timestep norm":
+            norm = x, weight, bias, 4, (0.999, 0.9999), 1e-5, TimestepNormState.empty(_BATCH, 4, *wide)
+            fast, slow = timestep_norm(*norm, segments=segments), timestep_norm_reference(*norm, segments=segments)
+        case "chunk attention":
+            pattern, window = Pattern(_CHUNK), AttentionState.empty(_BATCH, 2, _CHUNK, 4, 6, *wide)
+            fast = chunk_attention(q, k, v, pattern, state=window, segments=segments)
+            slow = chunk_attention_reference((q, k, v), pattern, window, segments)
+        case "working memory":
+            memory = WorkingMemoryState.empty("adaptive", _BATCH, 2, 4, 6, *wide)
+            fast = working_memory(q, k, v, _CHUNK, state=memory, segments=segments)
+            slow = working_memory_reference((q, k, v), _CHUNK, "adaptive", memory, segments)
     return _agree(fast[:1], slow[:1])
-
-
-def _chunk_attention(device: torch.device) -> str:
-    inputs, segments = _heads(device), _two_documents(device)
-    state = AttentionState.empty(_BATCH, 2, _CHUNK, 4, 6, torch.float64, device)
-    pattern = Pattern(_CHUNK)
-    fast = chunk_attention(*inputs, pattern, state=state, segments=segments)
-    return _agree(fast[:1], chunk_attention_reference(inputs, pattern, state, segments)[:1])
-
-
-def _working_memory(device: torch.device) -> str:
-    inputs, segments = _heads(device), _two_documents(device)
-    state = WorkingMemoryState.empty("adaptive", _BATCH, 2, 4, 6, torch.float64, device)
-    fast = working_memory(*inputs, _CHUNK, state=state, segments=segments)
-    return _agree(fast[:1], working_memory_reference(inputs, _CHUNK, "adaptive", state, segments)[:1])
-
-
-# The model.
 
 
 def _single_precision(device: torch.device) -> str:
@@ -270,20 +265,6 @@ def _batch_law(device: torch.device) -> str:
 def _model_and_tokens(device: torch.device, rows: int) -> tuple[Gecko, Tensor]:
     model = Gecko(_CONFIG).to(device)
     return model, torch.randint(0, _CONFIG.vocab_size, (rows, _LENGTH), device="cpu").to(device)
-
-
-def _random(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, device="cpu").to(device)
-
-
-def _heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (_random(device, _BATCH, 2, _LENGTH, dim) for dim in (4, 4, 6))
-    return q, k, v
-
-
-def _two_documents(device: torch.device) -> Segments:
-    ids = (torch.arange(_LENGTH, device="cpu") >= 20).long().expand(_BATCH, -1)
-    return Segments.build(_BATCH, _LENGTH, segment_ids=ids, device=device)
 
 
 def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> str:

@@ -199,10 +199,7 @@ def check_kernels() -> None:
 
 
 def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
-    """Return the peak of ``dry_step(run, sizes, rank)`` from steps of at most four blocks and rows.
-
-    Raise ImportError if Triton is missing.
-    """
+    """Return the peak of ``dry_step(run, sizes, rank)`` from steps of at most four blocks and rows."""
     check_kernels()
     run = replace(run, schedule=ScheduleSettings())  # batches of its final size
     if (parts := run.gradient_accumulation_steps) > PARTS and not run.data.carry_state:
@@ -279,16 +276,13 @@ TOLERANCE = 0.01
 """Accepted difference of the plan's memory from that of the rank that needs most, whose rows hold other documents."""
 
 
-@dataclass(frozen=True)
-class Verification:
-    """Results of the dry runs of a plan."""
+class Verification(NamedTuple):
+    """Results of the dry runs of a plan for some ranks; the peak is that of the rank that needs most memory."""
 
     planned: int
     """Bytes of the plan without the reserve, which a dry run does not see."""
     ranks: tuple[int, ...]
-    """Ranks that were run."""
     peak: Peak
-    """Memory of the rank that needs most."""
     agreement: Agreement
     graphs: dict[int, int]
     """Number of compiled graphs by depth; empty if the run does not compile."""
@@ -331,10 +325,10 @@ def verify(run: Run, sizes: MeshSizes, memory: Mapping[str, int]) -> Verificatio
 
 
 def graph_count(run: Run, depth: int) -> int:
-    """Return the number of graphs of two calls of a narrow model of the run's architecture with ``depth`` blocks.
+    """Return the number of graphs of two calls, with other documents, of a narrow model of the run's architecture.
 
     The model is real and on the CPU, whole rows on one rank: the graphs hold PyTorch's operations in place of kernels.
-    PyTorch traces and cuts them as in training, but generates no code. The two calls have other documents.
+    PyTorch traces and cuts them as in training, but generates no code.
     """
     graphs = []
 
