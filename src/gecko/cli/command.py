@@ -128,13 +128,13 @@ def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
             flags, unit = field.metadata.get("flags", ()), field.metadata.get("unit", 1)
             shown = {**field.metadata.get("shown", {}), "help": " ".join(texts.get(name, "").split())}
             named = flags or (f"--{name.replace('_', '-')}",)
-            annotation = Annotated[
-                hints[name], typer.Argument(**shown) if flags is None else typer.Option(*named, **shown)
-            ]
+            info = typer.Argument(**shown) if flags is None else typer.Option(*named, **shown)
             default = field.default if unit == 1 else field.default // unit
             if default is MISSING:
                 default = inspect.Parameter.empty if field.default_factory is MISSING else None
-            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            yield inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hints[name], info]
+            )
 
 
 class TakesModel(Command):

@@ -139,8 +139,8 @@ class Doctor(Command):
             with console.status(f"testing on {device}"):
                 found = doctor.self_test(torch.device(device))
             verdicts = {True: Text("pass", "green"), False: Text("FAIL", "bold red")}
-            rows = ((name, verdicts[passed], detail) for name, passed, detail in found)
-            _print_facts(console, f"Self-test on {device}", rows)
+            checks = ((name, verdicts[passed], detail) for name, passed, detail in found)
+            _print_facts(console, f"Self-test on {device}", checks)
             findings += found
         failed = sum(not finding.passed for finding in findings)
         if failed:

@@ -207,7 +207,8 @@ class Retrieval(SeededEvaluation):
         from gecko.eval.ruler import READERS
         from gecko.eval.scored_model import open_files, open_texts
 
-        lengths, depths = _sizes("--lengths", self.lengths), None
+        depths: Sequence[float] | None = None
+        lengths = _sizes("--lengths", self.lengths)
         check_task(self.task)
         if self.depths is None:
             depths = DEPTHS if self.task in WITH_DEPTH else None
