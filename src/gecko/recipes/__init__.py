@@ -22,9 +22,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gecko.config import GeckoConfig
 from gecko.io.files import read_object
@@ -178,114 +176,96 @@ def llama2_7b() -> Run:
     )
 
 
-_TINY = GeckoConfig.preset("tiny")
-_COMPARED: dict[str, tuple[str, ModelConfig]] = {
+def _wider(model: ModelConfig, times: int, ffn_dim: int | None = None) -> ModelConfig:
+    """Return a model ``times`` as wide. Layers, heads' dimension and groups' width stay.
+
+    A Llama gets ``ffn_dim``, so that the models have the same number of parameters.
+    """
+    widths = {"model_dim", "key_dim", "value_dim", "ffn_dim", "num_heads", "timestep_groups"}
+    sizes = {width: times * size for width, size in vars(model).items() if width in widths}
+    return replace(model, **sizes if ffn_dim is None else sizes | {"ffn_dim": ffn_dim})
+
+
+_TINY, _MEGALODON = GeckoConfig.preset("tiny"), GeckoConfig.preset("megalodon-tiny")
+_LLAMA = LlamaConfig.preset("llama-tiny")
+_SCALED = "with the learning rate of ``compare_gecko`` scaled for its width"
+_TUNED = "with the learning rate found for a million"
+_RATE = OptimizerSettings(learning_rate=8e-3)
+_SCALED_RATE = OptimizerSettings(learning_rate=8e-3, base_width=128)
+_LLAMA_RATE = OptimizerSettings(learning_rate=2e-3, base_width=128)
+"""The learning rates were found for models of width 128."""
+_COMPARED: dict[str, tuple[str, ModelConfig, OptimizerSettings]] = {
     "compare_gecko": (
-        "Gecko of a million parameters on 10 M bytes, the reference of the comparison. Set data.source.", _TINY,
+        "Gecko of a million parameters on 10 M bytes, the reference of the comparison. Set data.source.", _TINY, _RATE,
     ),
     "compare_megalodon": (
         "Megalodon of the same size, with the gated feed-forward (SwiGLU) of the paper's Megalodon-7B and of Gecko.",
-        GeckoConfig.preset("megalodon-tiny"),
+        _MEGALODON, _RATE,
     ),
     "compare_megalodon_ungated": (
         "Megalodon of the same size with the ungated feed-forward of its release's first 7B model.",
-        GeckoConfig.preset("megalodon-tiny-ungated"),
+        GeckoConfig.preset("megalodon-tiny-ungated"), _RATE,
     ),
-    "compare_llama": ("Llama 2 of the same size.", LlamaConfig.preset("llama-tiny")),
-    "compare_gekko": ("Gekko, the authors' later design, of the same size.", GeckoConfig.preset("gekko-tiny")),
+    "compare_llama": ("Llama 2 of the same size.", _LLAMA, _RATE),
+    "compare_gekko": ("Gekko, the authors' later design, of the same size.", GeckoConfig.preset("gekko-tiny"), _RATE),
     "compare_paper": (
         "Gecko as the paper's text has it where the release differs: gate, length of queries and keys, input of CEMA.",
-        replace(_TINY, gate="sum", unit_vectors="whole", cema_expansion=True),
+        replace(_TINY, gate="sum", unit_vectors="whole", cema_expansion=True), _RATE,
     ),
-    "compare_chunk": ("Gecko that attends within a chunk.", replace(_TINY, attention="chunk", chunk_size=128)),
+    "compare_chunk": ("Gecko that attends within a chunk.", replace(_TINY, attention="chunk", chunk_size=128), _RATE),
     "compare_window": (
         "Gecko that attends to a window of the same length for every token.",
-        replace(_TINY, attention="sliding_window", chunk_size=128),
+        replace(_TINY, attention="sliding_window", chunk_size=128), _RATE,
     ),
     "compare_cumulative": (
         "Gecko with Megalodon's timestep norm: cumulative statistics of all tokens read.",
-        replace(_TINY, timestep_betas=None),
+        replace(_TINY, timestep_betas=None), _RATE,
     ),
     "compare_no_memory": (
         "Gecko without working memory: only CEMA keeps information about tokens outside the window.",
-        replace(_TINY, memory="none"),
+        replace(_TINY, memory="none"), _RATE,
     ),
     "compare_longer_keys": (
         "Gecko with memory keys of initial length 11.31, twice the square root of the head dimension.",
-        replace(_TINY, memory_key_length=11.31),
+        replace(_TINY, memory_key_length=11.31), _RATE,
     ),
     "compare_linear": (
-        "Gecko with the memory of Infini-attention (linear, delta rule).", replace(_TINY, memory="linear"),
+        "Gecko with the memory of Infini-attention (linear, delta rule).", replace(_TINY, memory="linear"), _RATE,
     ),
+    "compare_gecko_4m": (f"Gecko of four million parameters, {_SCALED}.", _wider(_TINY, 2), _SCALED_RATE),
+    "compare_megalodon_4m": ("Megalodon of four million parameters.", _wider(_MEGALODON, 2), _SCALED_RATE),
+    "compare_llama_4m": (f"Llama 2 of four million parameters, {_TUNED}.", _wider(_LLAMA, 2, 600), _LLAMA_RATE),
+    "compare_gecko_15m": (f"Gecko of fifteen million parameters, {_SCALED}.", _wider(_TINY, 4), _SCALED_RATE),
+    "compare_megalodon_15m": ("Megalodon of fifteen million parameters.", _wider(_MEGALODON, 4), _SCALED_RATE),
+    "compare_llama_15m": (f"Llama 2 of fifteen million parameters, {_TUNED}.", _wider(_LLAMA, 4, 1184), _LLAMA_RATE),
 }  # fmt: skip
-"""Models of a million parameters by recipe, with what the list of recipes says of them."""
-_SCALED = "with the learning rate of ``compare_gecko`` scaled for its width"
-_WIDER: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "compare_gecko_4m": (f"Gecko of four million parameters, {_SCALED}.", "compare_gecko", 2, {}),
-    "compare_megalodon_4m": ("Megalodon of four million parameters.", "compare_megalodon", 2, {}),
-    "compare_llama_4m": (
-        "Llama 2 of four million parameters, with the learning rate found for a million.", "compare_llama", 2,
-        {"learning_rate": 2e-3, "ffn_dim": 600},
-    ),
-    "compare_gecko_15m": (f"Gecko of fifteen million parameters, {_SCALED}.", "compare_gecko", 4, {}),
-    "compare_megalodon_15m": ("Megalodon of fifteen million parameters.", "compare_megalodon", 4, {}),
-    "compare_llama_15m": (
-        "Llama 2 of fifteen million parameters, with the learning rate found for a million.", "compare_llama", 4,
-        {"learning_rate": 2e-3, "ffn_dim": 1184},
-    ),
-}  # fmt: skip
-"""Recipes of wider models: what the list says, the recipe of the narrow model, and the arguments of ``_wider``."""
+"""What the list of recipes says, the model and the optimizer, by recipe."""
 
 
-def _wider(narrow: str, name: str, times: int, *, learning_rate: float = 8e-3, ffn_dim: int | None = None) -> Run:
-    """Return the recipe ``narrow`` with a model ``times`` as wide.
+def _comparison(name: str, about: str, model: ModelConfig, optimizer: OptimizerSettings) -> Callable[[], Run]:
+    """Return a recipe on 10 M bytes: 1,221 steps of 8,192."""
 
-    Layers, heads' dimension and groups' width stay. A Llama gets ``ffn_dim``, so that the models have the same number
-    of parameters.
-    """
-    run = _comparison(name, _COMPARED[narrow][1])
-    widths = {"model_dim", "key_dim", "value_dim", "ffn_dim", "num_heads", "timestep_groups"}
-    sizes = {width: times * size for width, size in vars(run.model).items() if width in widths}
-    if ffn_dim is not None:
-        sizes["ffn_dim"] = ffn_dim
-    optimizer = replace(run.optimizer, learning_rate=learning_rate, base_width=_TUNED_WIDTH)
-    return replace(run, model=replace(run.model, **sizes), optimizer=optimizer)
+    def recipe() -> Run:
+        return Run(
+            model=model,
+            output=f"runs/{name}",
+            batch_size=4,
+            sequence_length=2048,
+            steps=1221,
+            optimizer=optimizer,
+            schedule=ScheduleSettings(kind="cosine", warmup=0.03),
+            evaluation=EvaluationSettings(every=200, rows=64, final_rows=768),
+            checkpoint=CheckpointSettings(every=200, keep=1),
+            sample=SampleSettings(tokens=100),
+            skip=_NO_SPIKES,
+            threads=1,
+        )
 
-
-_TUNED_WIDTH = 128
-"""Width of the models for which the learning rates of the comparison were found."""
-
-
-def _comparison(name: str, model: ModelConfig) -> Run:
-    """Return a run on 10 M bytes: 1,221 steps of 8,192."""
-    return Run(
-        model=model,
-        output=f"runs/{name}",
-        batch_size=4,
-        sequence_length=2048,
-        steps=1221,
-        optimizer=OptimizerSettings(learning_rate=8e-3),
-        schedule=ScheduleSettings(kind="cosine", warmup=0.03),
-        evaluation=EvaluationSettings(every=200, rows=64, final_rows=768),
-        checkpoint=CheckpointSettings(every=200, keep=1),
-        sample=SampleSettings(tokens=100),
-        skip=_NO_SPIKES,
-        threads=1,
-    )
-
-
-def _described(about: str, make: Callable[..., Run], *arguments: Any, **options: Any) -> Callable[[], Run]:
-    recipe = partial(make, *arguments, **options)
     recipe.__doc__ = about
     return recipe
 
 
-COMPARISON: dict[str, Callable[[], Run]] = {
-    name: _described(about, _comparison, name, model) for name, (about, model) in _COMPARED.items()
-} | {
-    name: _described(about, _wider, narrow, name, times, **options)
-    for name, (about, narrow, times, options) in _WIDER.items()
-}
+COMPARISON: dict[str, Callable[[], Run]] = {name: _comparison(name, *row) for name, row in _COMPARED.items()}
 _PRETRAINING = (tiny, books, gecko_15m, gecko_125m, gecko_1b, gecko_7b, megalodon_7b, llama2_7b)
 RECIPES: dict[str, Callable[[], Run]] = {recipe.__name__: recipe for recipe in _PRETRAINING} | COMPARISON
 
