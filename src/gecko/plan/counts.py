@@ -158,17 +158,10 @@ class LlamaCounts:
     config: LlamaConfig
 
     def flops(self, length: int) -> dict[str, Flops]:
-        """Return the FLOPs per token of matrix products.
+        """Return the FLOPs per token of matrix products, for rows of ``length`` tokens, which are one document.
 
-        For a layer, with D, K, F the widths of the model, of all keys and of the feed-forward network, and T the tokens
-        of a row, which is one document:
-
-            part        forward                    backward
-            linear      2 (2 D² + 2 K D + 3 F D)   twice
-            attention   2 T D                      5 T D: scores are recomputed
-            head        2 D · vocabulary           twice (once for the model)
-
-        Attention is assumed to be a kernel that skips the keys after each query, which are half of all keys.
+        Attention is assumed to be a kernel that skips the keys after each query, which are half of all keys, and
+        computes scores again in the backward pass.
         """
         attention = 1.0 * self.config.num_layers * length * self.config.model_dim
         linear, head = (twice_backward(2.0 * products) for products in linear_products(self.config))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import permutations, zip_longest
 from typing import Any, NamedTuple
@@ -63,9 +63,7 @@ class FakeGPU(TorchDispatchMode):
         """Context in which code uses the device."""
         on_gpu = patch.object(self._module.FakeTensor, "is_cuda", True, create=True)
         capability = patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # broadcasts ask for it
-        with ExitStack() as stack:
-            for context in (self._fakes, on_gpu, capability, self):
-                stack.enter_context(context)
+        with self._fakes, on_gpu, capability, self:
             yield
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
