@@ -111,15 +111,15 @@ def named_dtype(name: str) -> torch.dtype:
 
 def _no_model_message(folder: Path) -> str:
     expected = f"MODEL must be a folder that holds a model ({CONFIG}) or a training run (checkpoints/)"
-    run = next((up for up in folder.parents if (up / CONFIG).is_file() or list_checkpoints(up / CHECKPOINTS)), None)
-    if folder.is_dir():
-        names = sorted(entry.name for entry in folder.iterdir())
-        waiting = f" Its {CHECKPOINTS}/ has no checkpoint yet." if CHECKPOINTS in names else ""
-        meant = f" Did you mean {run}?" if run else waiting
-        return f"{expected}; {folder} holds {', '.join(names[:8]) or 'nothing'}.{meant}"
-    if folder.is_file():
-        order = "The MODEL comes first; a text to continue is given by --file after it."
-        return f"{expected}; {folder} is a file. {f'Did you mean {run}?' if run else order}"
+    if folder.is_dir() or folder.is_file():
+        held, hint = "is a file", " The MODEL comes first; a text to continue is given by --file after it."
+        if folder.is_dir():
+            names = sorted(entry.name for entry in folder.iterdir())
+            held = f"holds {', '.join(names[:8]) or 'nothing'}"
+            hint = f" Its {CHECKPOINTS}/ has no checkpoint yet." if CHECKPOINTS in names else ""
+        around = (up for up in folder.parents if (up / CONFIG).is_file() or list_checkpoints(up / CHECKPOINTS))
+        run = next(around, None)
+        return f"{expected}; {folder} {held}.{f' Did you mean {run}?' if run else hint}"
     if folder.name in PRESETS:
         return f"{expected}; {folder} is the name of an architecture without weights.{_TRAIN_ONE}"
     shipped = f" Models installed with the package: {', '.join(shipped_models())}."
