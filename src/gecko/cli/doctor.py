@@ -65,11 +65,11 @@ def machine() -> dict[str, str]:
 def paths() -> dict[str, str]:
     """Describe the device, the operators and the precision that training uses on this machine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    operators = eager = "chunked PyTorch operators for prompts and training, recurrent ones for decoding"
+    eager = "chunked PyTorch operators for prompts and training, recurrent ones for decoding"
     if device == "cpu" and kernels.missing():
         operators = f"without C kernels ({kernels.missing()}): {eager}"
     elif device == "cuda" and not triton_kernels_installed():
-        operators += "; without the Triton kernels: pip install 'gecko-lm[kernels]'"
+        operators = f"{eager}; without the Triton kernels: pip install 'gecko-lm[kernels]'"
     else:
         operators = f"{'C' if device == 'cpu' else 'Triton'} kernels; for float64 {eager}"
     fast = multiplies_bfloat16(torch.device(device))
