@@ -125,13 +125,7 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     optimizer = build_optimizer(model, run.optimizer)
     ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), device.OPTIMIZER)
     carried = carried_state(run, model, ranks)
-    # Clip and update without gradients: at its first call, DTensor finds shapes by operations on whole parameters.
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
-    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
     step = Step(model, optimizer, run.optimizer.clip, run.precision, rule, ranks, carried)
@@ -149,6 +143,19 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
 def _mark_carried(carried: CarriedState | None, ledger: MemoryLedger) -> None:
     if carried is not None:
         ledger.mark((x for state in carried.before for x in state.tensors().values()), device.CARRIED)
+
+
+def _prepare(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
+    """Clip and update without gradients: at its first call, DTensor finds shapes by operations on whole parameters.
+
+    Nothing of it is in use afterwards.
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
