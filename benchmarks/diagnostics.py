@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kept
-from gecko.experiments.table import grouped
 from measuring import table
 
 from gecko.eval.results import wilson
+from gecko.experiments.figures import grouped
 
 FOLDER = kept.FOLDER / "diagnose"
 RESOLUTION = "diagnose/resolution"

@@ -21,7 +21,6 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from gecko.experiments.table import grouped
 from gpu.operators import MIXING, Operator, Shape, forward_and_backward, operators
 from gpu.page import PREDICTIONS
 from gpu.timing import Bench
@@ -30,6 +29,7 @@ from launch_costs import COPY, PRODUCTS, Cost, costs, merged
 from measuring import RESULTS, parsed, parser_of, table
 
 from gecko.config import GeckoConfig
+from gecko.experiments.figures import grouped
 from gecko.train.step import autocast
 
 LENGTH = 32_768

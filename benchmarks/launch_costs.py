@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from gecko.experiments.table import grouped
 from gpu.kernel_times import Operations, kernel_name
 from kernels.compiling import compiled, usage
 from kernels.recording import Configuration, launches
@@ -29,6 +28,7 @@ from kernels.sass import Code, Instruction
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from gecko.experiments.figures import grouped
 from gecko.ops.backends.dispatch import Launch, blocks
 
 PROCESSORS, CLOCK = 132, 1.755e9

@@ -41,13 +41,13 @@ import kept
 import numpy as np
 import torch
 from capacity import FORMS, LINEAR, NONE, PAPER
-from gecko.experiments.table import grouped
 from measuring import START, parser_of
 from measuring import table as markdown
 from numpy.typing import NDArray
 from tables import WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
 from torch import Tensor
 
+from gecko.experiments.figures import grouped
 from gecko.inference.prefill import inference
 from gecko.io.files import whole_folder
 from gecko.models.gecko import Gecko, load

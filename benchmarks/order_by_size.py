@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import kept
-from gecko.experiments.table import grouped
 from measuring import table
 from PIL import Image
 
 from gecko.experiments.compare.results import rows_of_comparison
-from gecko.experiments.figures import loss_figure
+from gecko.experiments.figures import grouped, loss_figure
 from gecko.experiments.rows import HELD_OUT
 from gecko.pages import LineStyle, label_line_ends, new_panels
 

@@ -10,16 +10,14 @@ import torch
 from support.native_agreement import needs_compiler
 
 import gecko
-from gecko.cli import doctor as machine
-from gecko.cli import self_test as selftest
+from gecko.cli import doctor
+from gecko.cli.doctor import self_test
 from gecko.cli.plan import readable
-from gecko.cli.self_test import self_test
 from gecko.config import PRESETS
 from gecko.models.gecko import Block
 from gecko.ops.backends import cpu as native
-from gecko.plan.counts import counts_of
+from gecko.plan.counts import counts_of, inference_memory, parameters_by_component, training_memory
 from gecko.plan.dry_run import block_memory
-from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
 from gecko.segments import Segments
 from gecko.train.throughput import multiplies_bfloat16
 
@@ -44,13 +42,13 @@ def test_a_healthy_machine(command: Callable[..., Any]) -> None:
 def test_an_operator_that_computes_wrongly_is_found(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, check: str
 ) -> None:
-    right = getattr(selftest, name)
+    right = getattr(doctor, name)
 
     def wrong(*args: Any, **more: Any) -> Any:
         out, state = right(*args, **more)
         return out + 1e-6 * out.abs().max(), state
 
-    monkeypatch.setattr(selftest, name, wrong)
+    monkeypatch.setattr(doctor, name, wrong)
     failed = [finding.name for finding in self_test(torch.device("cpu")) if not finding.passed]
     assert len(failed) == 1
     assert failed[0].startswith(check)
@@ -91,7 +89,7 @@ def test_a_number_that_is_none_differs_from_every_number() -> None:
     one, none = torch.ones(2), torch.full((2,), float("nan"))
     for found, expected in (([one, none], [one, one]), ([one, one], [one, none])):
         with pytest.raises(ValueError, match="relative difference nan"):
-            selftest._agree(found, expected)
+            doctor._agree(found, expected)
 
 
 @needs_compiler
@@ -108,7 +106,7 @@ def test_the_self_test_runs_every_kernel_in_c(monkeypatch: pytest.MonkeyPatch) -
 def test_missing_kernels_are_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(native, "missing", lambda: "none of gcc, cc is installed")
-    assert "without C kernels (none of gcc, cc is installed)" in machine.paths()["operators"]
+    assert "without C kernels (none of gcc, cc is installed)" in doctor.paths()["operators"]
 
 
 @pytest.mark.parametrize(("target", "check"), [("load", "files"), ("generate", "generation")])
@@ -116,7 +114,7 @@ def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch, target:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken\nin two lines")
 
-    monkeypatch.setattr(f"gecko.cli.self_test.{target}", fail)
+    monkeypatch.setattr(f"gecko.cli.doctor.{target}", fail)
     (failed,) = [finding for finding in self_test(torch.device("cpu")) if not finding.passed]
     assert failed.name.startswith(check)
     assert failed.detail == "broken"
@@ -141,7 +139,7 @@ def test_bfloat16_is_called_fast_where_training_takes_it(
     monkeypatch.setattr("gecko.train.throughput.has_bfloat16_products", lambda: multiplies)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(native, "multiplies_bfloat16", lambda: multiplies)
-    assert machine.paths()["bfloat16"].startswith("in hardware" if multiplies else "emulated")
+    assert doctor.paths()["bfloat16"].startswith("in hardware" if multiplies else "emulated")
 
 
 @pytest.mark.parametrize(("kernels", "fast"), [(True, False), (False, True)])
@@ -158,7 +156,7 @@ def test_missing_packages_come_with_the_command_that_installs_them(
 ) -> None:
     required = ["numpy>=1", "notthere>=3; extra == 'data'", 'hypothesis>=6; extra == "train"', "x; extra == 'dev'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda _: required)
-    here, missing = machine.optional_packages()
+    here, missing = doctor.optional_packages()
     assert (here.name, here.extra) == ("hypothesis", "train")
     assert here.version is not None
     assert (missing.name, missing.version) == ("notthere", None)
@@ -177,7 +175,7 @@ def test_brackets_are_shown_as_they_are(
     monkeypatch.chdir(tmp_path / "[bold]")
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("gecko.cli.doctor.paths", lambda: {"operators": "pip install 'gecko-lm[kernels]'"})
-    monkeypatch.setattr("gecko.cli.self_test.load", fail)
+    monkeypatch.setattr("gecko.cli.doctor.load", fail)
     shown = command("doctor").stdout
     for text in ("pip install 'gecko-lm[kernels]'", "/[bold]", "broken [here]"):
         assert text in shown
@@ -192,7 +190,7 @@ def test_a_package_of_several_extras_is_offered_with_the_least_beside_it(
         "gecko-lm[small]; extra == 'middle'", "shared>=1; extra == 'middle'", "shared>=1; extra == 'dev'",
     ]  # fmt: skip
     monkeypatch.setattr("importlib.metadata.requires", lambda _: required[::order])
-    assert [(package.name, package.extra) for package in machine.optional_packages()] == [
+    assert [(package.name, package.extra) for package in doctor.optional_packages()] == [
         ("psutil", "large"),
         ("shared", "small"),
     ]
@@ -250,7 +248,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make operators use no Triton kernels."""
     monkeypatch.setattr("gecko.ops.backends.dispatch.triton_kernels_installed", lambda: False)
     block_memory.cache_clear()
-    monkeypatch.setattr("gecko.plan.memory.block_memory", block_memory.__wrapped__)
+    monkeypatch.setattr("gecko.plan.counts.block_memory", block_memory.__wrapped__)
 
 
 @pytest.mark.parametrize("length", [256, 1024])

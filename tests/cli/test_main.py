@@ -50,7 +50,7 @@ def test_exit_codes(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("gecko.cli.doctor.software", fail)
+    monkeypatch.setattr("gecko.cli.doctor.machine", fail)
     result = command("doctor")
     assert result.exit_code == code
     assert shown in result.stderr
@@ -59,7 +59,7 @@ def test_exit_codes(
 
 def test_a_bug_is_not_dressed_up_as_a_message(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's message says nothing to a user; the place in the code does.
-    monkeypatch.setattr("gecko.cli.doctor.software", lambda: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr("gecko.cli.doctor.machine", lambda: torch.zeros(2) @ torch.zeros(3))
     result = command("doctor")
     assert isinstance(result.exception, RuntimeError)
     assert not isinstance(result.exception, SystemExit)

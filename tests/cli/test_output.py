@@ -16,7 +16,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 import gecko
-from gecko.cli.common import EVALUATION, PAGE, STATE, Kind, output_file
+from gecko.cli.command import EVALUATION, PAGE, STATE, Kind, output_file
 from gecko.runtime.terminal import Terminal, visible
 
 # ---- Output paths of commands are checked before the work, and only regular files are replaced.

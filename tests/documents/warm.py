@@ -12,7 +12,7 @@ import sys
 from contextlib import contextmanager
 
 IMPORTED = (
-    "gecko.cli.eval", "gecko.cli.generate", "gecko.cli.tokenize", "gecko.cli.train", "gecko.data", "gecko.eval",
+    "gecko.cli.eval", "gecko.cli.generate", "gecko.cli.train", "gecko.data", "gecko.eval",
     "gecko.experiments.report", "gecko.inference", "gecko.plan", "gecko.recipes.finetune", "gecko.serving.app",
     "gecko.train", "matplotlib.pyplot", "rich.console", "rich.progress", "scipy.stats", "torch", "uvicorn",
 )  # fmt: skip

@@ -26,8 +26,7 @@ from gecko.inference.generate import LlamaStream
 from gecko.models import PRESETS, Llama, LlamaConfig, build_model, load_any
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.plan import Assumptions, find_gpu, make_plan
-from gecko.plan.counts import counts_of
-from gecko.plan.memory import group_sizes, inference_memory, parameters_by_component, state_memory
+from gecko.plan.counts import counts_of, group_sizes, inference_memory, parameters_by_component, state_memory
 from gecko.recipes import get_recipe
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, Run, SampleSettings, train
 from gecko.train.optimizer import build_optimizer

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from gecko.config import GeckoConfig
 from gecko.models import Llama, LlamaConfig, load_any, meta_model
 from gecko.ops.chunk_attention import Pattern, chunk_attention
-from gecko.recipes import apply_overrides, get_recipe
-from gecko.recipes.recipes import COMPARISON
+from gecko.recipes import COMPARISON, apply_overrides, get_recipe
 from gecko.train import ParallelSettings, Run, train
 from gecko.train.metrics import read_metrics
 from gecko.train.throughput import flops_per_token

@@ -14,8 +14,7 @@ from gecko.models.gecko import Block
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPUS, Assumptions, make_plan
 from gecko.plan.device import DEVICE, FakeGPU, MemoryLedger, Trace, check_traces
-from gecko.plan.dry_run import dry_step, step_peak
-from gecko.plan.verify import graph_count, representatives, verify
+from gecko.plan.dry_run import dry_step, graph_count, representatives, step_peak, verify
 from gecko.recipes import get_recipe
 from gecko.train import ParallelSettings, Run
 
@@ -120,8 +119,9 @@ def test_operators_are_those_of_a_gpu() -> None:
 
 
 def test_the_plan_is_verified(steps: dict[int, tuple[MemoryLedger, Trace]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gecko.plan.verify.dry_step", lambda run, sizes, rank: steps[rank])
-    dry_run = verify(make_plan(long_run(), 8, GPUS["h100"], Assumptions()))
+    monkeypatch.setattr("gecko.plan.dry_run.dry_step", lambda run, sizes, rank: steps[rank])
+    plan = make_plan(long_run(), 8, GPUS["h100"], Assumptions())
+    dry_run = verify(plan.run, plan.sizes, plan.memory)
     assert dry_run.passed and abs(dry_run.difference) < 0.01
     assert dry_run.ranks == (0, 1, 2, 3, 6, 7) == representatives(SIZES)
     assert dry_run.graphs == {}

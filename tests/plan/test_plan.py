@@ -11,8 +11,7 @@ import gecko
 from gecko.models.gecko import Block
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPUS, Assumptions, Plan, find_gpu, make_plan
-from gecko.plan.counts import counts_of
-from gecko.plan.memory import group_sizes, state_memory
+from gecko.plan.counts import counts_of, group_sizes, state_memory
 from gecko.recipes import get_recipe
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings, ParallelSettings

@@ -9,7 +9,7 @@ from plan.test_dry_run import GECKO, run_of
 
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPU, GPUS, Assumptions, Plan, _plans, find_gpu, find_plan, make_plan
-from gecko.plan.memory import RESERVE, inference_memory, serving, step_memory
+from gecko.plan.counts import RESERVE, inference_memory, serving, step_memory
 from gecko.recipes import get_recipe
 from gecko.train import Run
 

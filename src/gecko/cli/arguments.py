@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
 from gecko.data.readers import COMPRESSED_SUFFIXES, check_plain_text, read_pieces
-from gecko.data.tokenizers import TOKENIZERS
+from gecko.data.tokenizers import TOKENIZERS, known_tokenizer
 from gecko.inference import encode_stream
-from gecko.inference.prefill import inference
 from gecko.io.checkpoints import CHECKPOINTS, list_checkpoints, model_folder, shipped_folder, shipped_models
 from gecko.io.files import found_at
 from gecko.io.model_folder import CONFIG
@@ -26,7 +25,6 @@ from gecko.io.quantization import is_quantized
 from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_config
 from gecko.models.gecko import Gecko
 from gecko.runtime.terminal import Terminal, visible
-from gecko.state import GeckoState
 
 RECIPE = "recipe.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,11 +35,8 @@ _NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json
 def find_model(name: str) -> Path:
     """Return the folder that holds the model's files. For a training run this is its newest valid checkpoint.
 
-    The name of a shipped model stands for its folder, if no model or run here has this name.
-
-    Raises:
-        FileNotFoundError: the folder does not exist, or holds no model.
-        ValueError: all checkpoints are damaged, or the folder holds several models.
+    The name of a shipped model stands for its folder, if no model or run here has this name. Raise FileNotFoundError if
+    there is no model, ValueError if all checkpoints are damaged or the folder holds several models.
     """
     if not name.strip():
         raise FileNotFoundError(f"MODEL must name a model's folder or a training run; got {name!r}.{_TRAIN_ONE}")
@@ -54,38 +49,20 @@ def find_model(name: str) -> Path:
 def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
     """Return the tokenizer ``given``; if None, the one in the model's folder; else the one that the recipe there names.
     Raise FileNotFoundError if there is no tokenizer, ValueError if the tokenizer has more ids than the model."""
-    tokenizer = _own_tokenizer(folder) if given is None else load_tokenizer(given)
-    check_vocabulary(tokenizer, vocab_size)
-    return tokenizer
-
-
-def _own_tokenizer(folder: Path) -> Tokenizer:
-    from gecko.data.tokenizers import known_tokenizer
-
-    known = known_tokenizer(folder)
+    recipe, known = folder / RECIPE, known_tokenizer(folder) if given is None else given
     if known is None:
         raise FileNotFoundError(
-            f"the model's tokenizer must lie beside it ({' or '.join(TOKENIZERS)}) or be named by {folder / RECIPE}, "
+            f"the model's tokenizer must lie beside it ({' or '.join(TOKENIZERS)}) or be named by {recipe}, "
             f"which training writes; there is neither. {_NAME_IT}"
         )
     try:
-        return load_tokenizer(known)
+        tokenizer = load_tokenizer(known)
     except FileNotFoundError as error:
-        recipe = folder / RECIPE
+        if given is not None:
+            raise
         raise FileNotFoundError(f"the tokenizer that {recipe} names is not here: {error} {_NAME_IT}") from error
-
-
-def check_state(model: Gecko, state: GeckoState, path: str, name: str) -> None:
-    """Check that the model ``name`` can continue one text from the state in the file ``path``. Raise ValueError if
-    another model wrote the state, or it has several rows; the message names the file."""
-    try:
-        with inference(model):  # elsewhere a state of other weights is not refused
-            model.check_state(state, 1)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be continued with {name}: {error} A state goes with the model that wrote it; "
-            f"`gecko read {name} TEXT --out FILE` writes one of this model."
-        ) from error
+    check_vocabulary(tokenizer, vocab_size)
+    return tokenizer
 
 
 def find_gecko(name: str) -> Path:
@@ -100,18 +77,12 @@ def find_gecko(name: str) -> Path:
 
 
 def load_any_model(
-    name: str, tokenizer: str | None, device: str, dtype: str | None, find: Callable[[str], Path] = find_model
+    name: str, tokenizer: str | None, device: str, dtype: str | None = None, find: Callable[[str], Path] = find_model
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load a Gecko or a Llama and its tokenizer for inference.
+    """Load a Gecko or a Llama and its tokenizer for inference, from the values of a command's options.
 
     The model is in evaluation mode: switching the mode for every token would take time. Errors are those of ``find``,
     ``find_tokenizer`` and ``named_dtype``.
-
-    Args:
-        name: model folder or training run.
-        tokenizer: ``bytes`` or a path; None for the model's own.
-        device: as for ``select_device``.
-        dtype: dtype of the weights; None keeps the stored one.
     """
     from gecko.train.throughput import select_device
 
@@ -124,6 +95,13 @@ def load_any_model(
     return model, find_tokenizer(folder, tokenizer, model.config.vocab_size)
 
 
+def load_gecko(name: str, tokenizer: str | None, device: str, dtype: str | None = None) -> tuple[Gecko, Tokenizer]:
+    """Load a Gecko as ``load_any_model`` does. Raise ValueError if the model is a Llama."""
+    model, found = load_any_model(name, tokenizer, device, dtype, find_gecko)
+    assert isinstance(model, Gecko)
+    return model, found
+
+
 def named_dtype(name: str) -> torch.dtype:
     """Return the dtype that ``--dtype`` names. An unknown name raises ValueError."""
     if name not in DTYPES:
@@ -131,42 +109,22 @@ def named_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def trained_length(name: str) -> int | None:
-    """Return the sequence length that the model was trained with; None if there is no recipe beside it."""
-    from gecko.train import Run
-
-    recipe = find_model(name) / RECIPE
-    return Run.load(recipe).sequence_length if recipe.is_file() else None
-
-
 def _no_model_message(folder: Path) -> str:
     expected = f"MODEL must be a folder that holds a model ({CONFIG}) or a training run (checkpoints/)"
-    if folder.is_dir():
-        return f"{expected}; {_held(folder)}"
-    if folder.is_file():
-        run = _run_around(folder)
-        return f"{expected}; {folder} is a file. " + (
-            f"Did you mean {run}?" if run else "The MODEL comes first; a text to continue is given by --file after it."
-        )
+    if folder.is_dir() or folder.is_file():
+        held, hint = "is a file", " The MODEL comes first; a text to continue is given by --file after it."
+        if folder.is_dir():
+            names = sorted(entry.name for entry in folder.iterdir())
+            held = f"holds {', '.join(names[:8]) or 'nothing'}"
+            hint = f" Its {CHECKPOINTS}/ has no checkpoint yet." if CHECKPOINTS in names else ""
+        around = (up for up in folder.parents if (up / CONFIG).is_file() or list_checkpoints(up / CHECKPOINTS))
+        run = next(around, None)
+        return f"{expected}; {folder} {held}.{f' Did you mean {run}?' if run else hint}"
     if folder.name in PRESETS:
         return f"{expected}; {folder} is the name of an architecture without weights.{_TRAIN_ONE}"
     shipped = f" Models installed with the package: {', '.join(shipped_models())}."
     there = f"{folder}: {found_at(folder)}" if os.path.lexists(folder) else f"there is no {folder}"
     return f"{expected}; {there}.{nearest_hint(folder) or _TRAIN_ONE}{shipped}"
-
-
-def _held(folder: Path) -> str:
-    """Say what a folder without a model holds, and which run it belongs to."""
-    names = [entry.name for entry in sorted(folder.iterdir())]
-    held = f"{folder} holds {', '.join(names[:8]) or 'nothing'}."
-    if run := _run_around(folder):
-        return f"{held} Did you mean {run}?"
-    return f"{held} Its {CHECKPOINTS}/ has no checkpoint yet." if CHECKPOINTS in names else held
-
-
-def _run_around(path: Path) -> Path | None:
-    """Return the nearest folder above a path that holds a model or a run; None if there is none."""
-    return next((up for up in path.parents if (up / CONFIG).is_file() or list_checkpoints(up / CHECKPOINTS)), None)
 
 
 def nearest_hint(path: Path) -> str:
@@ -181,29 +139,24 @@ def nearest_hint(path: Path) -> str:
 STANDARD_INPUT = "-"
 BLOCK_BYTES = 4096
 """Bytes that are read between two checks for Ctrl-C."""
-_PIPE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class InputText:
-    """A text that is read once, in pieces."""
+    """A text that is read once, in pieces: its name in error messages, and its size in bytes if it is known."""
 
     name: str
-    """Name in error messages."""
     pieces: Iterable[bytes]
     size: int | None
-    """Size in bytes, if it is known."""
 
 
 def named_text(source: str) -> InputText:
     """Open a file, which is decompressed according to its suffix, or standard input (``-``).
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: its suffix names a format of records or another format that is not plain text.
+    Raise FileNotFoundError if there is no file, ValueError if its suffix names a format that is not plain text.
     """
     if source == STANDARD_INPUT:
-        return InputText("standard input", iter(lambda: sys.stdin.buffer.read(_PIPE_BYTES), b""), None)
+        return InputText("standard input", iter(lambda: sys.stdin.buffer.read(1 << 16), b""), None)
     path = Path(source).expanduser()
     if path.is_dir():
         raise IsADirectoryError(
@@ -220,10 +173,7 @@ def named_text(source: str) -> InputText:
 class TokenReader:
     """Context manager that turns texts into tokens, one text after the other, with a progress bar on a terminal.
 
-    Args:
-        texts: texts to read, in order.
-        tokenizer: tokenizer of the model.
-        stopped: called before every block. Once it returns True, the tokens end, after a whole character.
+    ``stopped`` is called before every block. Once it returns True, the tokens end, after a whole character.
     """
 
     def __init__(
@@ -245,8 +195,7 @@ class TokenReader:
 
     def __enter__(self) -> TokenReader:
         sizes = [text.size for text in self._texts if text.size is not None]
-        total = sum(sizes) if len(sizes) == len(self._texts) else None
-        self._task = self._bar.add_task("", total=total, speed=0.0)
+        self._task = self._bar.add_task("", total=sum(sizes) if len(sizes) == len(self._texts) else None, speed=0.0)
         self._bar.start()
         return self
 
@@ -268,12 +217,12 @@ class TokenReader:
                 return
 
     def _blocks(self, place: int, text: InputText) -> Iterator[bytes]:
-        taken = 0
+        begin = self.num_bytes
         for block in split_at_characters(text.pieces, BLOCK_BYTES):
             if self._stopped():
-                self.unfinished = (place, taken)
+                self.unfinished = (place, self.num_bytes - begin)
                 return
-            taken, self.num_bytes = taken + len(block), self.num_bytes + len(block)
+            self.num_bytes += len(block)
             yield block
             speed = self.num_tokens / (time.perf_counter() - self._begin)
             self._bar.update(self._task, advance=len(block), speed=speed)
@@ -285,15 +234,11 @@ def split_at_characters(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
     for piece in pieces:
         held, begin = held + piece, 0
         while len(held) - begin > size:
-            end = _character_end(held, begin + size)
+            near = begin + size  # the end, if the data is not text
+            places = range(near, near - 4, -1)
+            end = next((place for place in places if held[place] & 0b1100_0000 != 0b1000_0000), near)
             yield held[begin:end]
             begin = end
         held = held[begin:]
     if held:
         yield held
-
-
-def _character_end(data: bytes, near: int) -> int:
-    """Return the last position up to ``near`` that starts a UTF-8 character; ``near`` if the data is not text."""
-    places = range(near, near - 4, -1)
-    return next((place for place in places if data[place] & 0b1100_0000 != 0b1000_0000), near)

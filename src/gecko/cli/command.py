@@ -12,28 +12,54 @@
 
 What several commands share is a base class: fields, and the work on them. Modules of commands import PyTorch, and the
 parts of the package that need it, inside of functions only: help is printed without them.
+
+A command replaces an existing file if the file is empty or of the kind that the command writes; it replaces any other
+file only with ``--force``. It never replaces a file that it reads, except the reading state that it continues: it reads
+the whole state first and then replaces it by the new one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, dataclass_transform
 
 import typer
 
-from gecko.cli.common import Kind, output_file
 from gecko.records import argument, docstrings, field_types, option
 from gecko.runtime.process import keep_freed_memory
+from gecko.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from gecko.data import Tokenizer
     from gecko.inference import Sampling
     from gecko.models.gecko import Gecko
     from gecko.state import GeckoState
+
+FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+"""Exit codes: an error with a message, Ctrl-C, and an output pipe that was closed by its reader."""
+
+
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Print a text of any origin, which cannot control the terminal."""
+    typer.echo(visible(text), err=err)
+
+
+def speed(verb: str, tokens: int, seconds: float, note: str = "") -> str:
+    """Return how long tokens took, such as ``read 10 tokens in 0.02 s, 522 tokens/s``."""
+    return f"{verb} {tokens:,} tokens{note} in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+
+
+def command_line() -> str:
+    """Return this command as a shell takes it."""
+    return shlex.join(["gecko", *sys.argv[1:]])
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -95,23 +121,20 @@ def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
     arguments = [name for name, field in fields.items() if field.metadata.get("flags", ()) is None]
     names = [name for base in kind.__mro__ for name in inspect.get_annotations(base) if name in fields]
     for name in dict.fromkeys([*arguments, *names]):
+        field = fields[name]
         if dataclasses.is_dataclass(hints[name]):
             yield from _parameters(hints[name])
-        elif _is_option(kind, fields[name]):
-            yield _parameter(fields[name], hints[name], texts.get(name, ""))
-
-
-def _parameter(field: Field[Any], hint: Any, text: str) -> inspect.Parameter:
-    flags, unit = field.metadata.get("flags", ()), field.metadata.get("unit", 1)
-    shown = {**field.metadata.get("shown", {}), "help": " ".join(text.split())}
-    named = flags or (f"--{field.name.replace('_', '-')}",)
-    info = typer.Argument(**shown) if flags is None else typer.Option(*named, **shown)
-    default = field.default if unit == 1 else field.default // unit
-    if default is MISSING:
-        default = inspect.Parameter.empty if field.default_factory is MISSING else None
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info]
-    )
+        elif _is_option(kind, field):
+            flags, unit = field.metadata.get("flags", ()), field.metadata.get("unit", 1)
+            shown = {**field.metadata.get("shown", {}), "help": " ".join(texts.get(name, "").split())}
+            named = flags or (f"--{name.replace('_', '-')}",)
+            info = typer.Argument(**shown) if flags is None else typer.Option(*named, **shown)
+            default = field.default if unit == 1 else field.default // unit
+            if default is MISSING:
+                default = inspect.Parameter.empty if field.default_factory is MISSING else None
+            yield inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hints[name], info]
+            )
 
 
 class TakesModel(Command):
@@ -142,13 +165,9 @@ class LoadsModel(TakesTokenizer, TakesDevice):
     """Dtype of the weights: float32 or bfloat16."""
 
     def load(self) -> tuple[Gecko, Tokenizer]:
-        """Load a Gecko and its tokenizer for inference."""
-        from gecko.cli.arguments import find_gecko, load_any_model
-        from gecko.models.gecko import Gecko
+        from gecko.cli.arguments import load_gecko
 
-        model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, self.dtype, find_gecko)
-        assert isinstance(model, Gecko)
-        return model, tokenizer
+        return load_gecko(self.model, self.tokenizer, self.device, self.dtype)
 
 
 class WritesFile(Command):
@@ -158,7 +177,7 @@ class WritesFile(Command):
     """Replace a file of another kind. Files that the command reads are never replaced."""
 
     def output_file(self, out: str, kind: Kind, option: str = "--out") -> Path:
-        """Return the path that an option names, checked as by ``common.output_file``."""
+        """Return the path that an option names, checked as by the function ``output_file``."""
         return output_file(out, kind, inputs=self.inputs, force=self.force, option=option)
 
 
@@ -168,20 +187,27 @@ class StartsFromState(LoadsModel):
     state: str | None = option(metavar="S")
     """Reading state to continue from."""
 
-    def load_state(self) -> GeckoState | None:
+    def load_with_state(self) -> tuple[Gecko, Tokenizer, GeckoState | None]:
+        """Load a Gecko, its tokenizer, and the state if one is given.
+
+        Raise ValueError if another model wrote the state, or it has several rows.
+        """
+        from gecko.inference.prefill import inference
         from gecko.state import GeckoState
 
-        return None if self.state is None else GeckoState.load(Path(self.state).expanduser())
-
-    def load_for(self, before: GeckoState | None) -> tuple[Gecko, Tokenizer]:
-        """Load a Gecko and its tokenizer, which can continue from the state."""
-        from gecko.cli.arguments import check_state
-
+        before = None if self.state is None else GeckoState.load(Path(self.state).expanduser())
         model, tokenizer = self.load()
-        if self.state is not None and before is not None:
-            check_state(model, before, self.state, self.model)
+        if before is not None:
+            try:
+                with inference(model):  # elsewhere a state of other weights is not refused
+                    model.check_state(before, 1)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.state} cannot be continued with {self.model}: {error} A state goes with the model that "
+                    f"wrote it; `gecko read {self.model} TEXT --out FILE` writes one of this model."
+                ) from error
         keep_freed_memory()
-        return model, tokenizer
+        return model, tokenizer, before
 
 
 class WritesText(StartsFromState):
@@ -213,3 +239,79 @@ class WritesText(StartsFromState):
         from gecko.inference import Sampling
 
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+
+class Kind(NamedTuple):
+    """Kind of file that commands write."""
+
+    name: str
+    recognises: Callable[[Path], bool]
+
+
+def _is_state(path: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format", "").startswith("gecko-state-")
+    except (SafetensorError, ValueError):
+        return False
+
+
+def _is_evaluation(path: Path) -> bool:
+    with path.open("rb") as file:
+        return re.match(rb'\s*{\s*"format":\s*"gecko-evaluation-', file.read(1 << 12)) is not None
+
+
+def _is_page(path: Path) -> bool:
+    from gecko.pages import is_page
+
+    return is_page(path)
+
+
+STATE = Kind("a reading state", _is_state)
+EVALUATION = Kind("the results of gecko eval", _is_evaluation)
+PAGE = Kind("a page written by gecko", _is_page)
+
+
+def output_file(
+    out: str, kind: Kind, *, inputs: Iterable[str | None] = (), force: bool = False, option: str = "--out"
+) -> Path:
+    """Return the path that an option names, and create its folder.
+
+    Commands call this before their work, so that a mistake is found at once. ``inputs`` are the files and folders that
+    the command reads, except a state that it continues; names that are not paths are ignored. Raise FileExistsError if
+    the existing file must not be replaced, ValueError if the path is a folder, a device or a pipe, or its folder cannot
+    be written to.
+    """
+    from gecko.io.files import check_replaceable
+
+    path = Path(out).expanduser()
+    refusal: OSError | None = None
+    try:
+        check_replaceable(path)
+        # The target of a link is replaced, not the link.
+        folder = Path(os.path.realpath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        writable, refusal = False, error
+    if not writable:
+        raise ValueError(
+            f"{option} must be a file in a folder that can be written to, and no device or pipe; got {out}. "
+            "Name another path."
+        ) from refusal
+    if not path.exists():
+        return path
+    existing = [read for name in inputs if name and (read := Path(name).expanduser()).exists()]
+    known = path.stat().st_size > 0 and kind.recognises(path)
+    # The results of an evaluation may be in the folder of the run that is evaluated.
+    inside = any(read.is_dir() and read.resolve() in path.resolve().parents for read in existing)
+    if any(path.samefile(read) for read in existing) or (inside and not known):
+        raise FileExistsError(f"{option} must not be a file that this command reads; {path} is one. Name another file.")
+    if path.stat().st_size and not known and not force:
+        raise FileExistsError(
+            f"{option} must be a new file, or {kind.name}, which is replaced; {path} is something else. "
+            f"Name another file{', or add --force to replace it' if option.startswith('--') else ''}."
+        )
+    return path

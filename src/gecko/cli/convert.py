@@ -8,13 +8,39 @@ from contextlib import nullcontext, suppress
 from dataclasses import MISSING
 from pathlib import Path
 
-from gecko.cli.command import Command, TakesDevice, TakesModel, TakesTokenizer
-from gecko.cli.common import command_line, echo, new_model_folder, outside_of_runs
+from gecko.cli.command import Command, TakesDevice, TakesModel, TakesTokenizer, command_line, echo
 from gecko.io.files import whole_folder
 from gecko.records import argument, option
 from gecko.runtime.process import require
 
 TRANSFORMERS, ONNX = "transformers", "onnx"
+
+
+def new_model_folder(out: Path, option: str = "OUT") -> Path:
+    """Return the folder for a new model, with ``~`` expanded. Raise FileExistsError if the folder is not empty, or is
+    or lies inside a training run or a checkpoint."""
+    folder = outside_of_runs(out, option)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{option} must be a new folder; {folder} is a file. Name another one.")
+    if folder.is_dir() and any(folder.iterdir()):
+        held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:4])
+        raise FileExistsError(f"{option} must be a new folder, or an empty one; {folder} holds {held}. Name another.")
+    return folder
+
+
+def outside_of_runs(out: Path, option: str) -> Path:
+    """Return the folder with ``~`` expanded, which is neither a training run or checkpoint, nor inside of one."""
+    from gecko.io.model_folder import run_or_checkpoint
+
+    folder = out.expanduser()
+    real = folder.resolve()
+    for place in (real, *real.parents):
+        if found := run_or_checkpoint(place):
+            raise FileExistsError(
+                f"{option} must be a folder outside of training runs; {folder} is {'' if place == real else 'inside '}"
+                f"{found} ({place}), whose model it would hide. Name another folder."
+            )
+    return folder
 
 
 class Convert(Command):
@@ -89,21 +115,17 @@ class Distill(TakesTokenizer, TakesDevice):
     """Seed of the order of rows and of needles."""
 
     def run(self) -> None:
-        from gecko.cli.arguments import find_gecko, load_any_model
+        from gecko.cli.arguments import find_gecko, load_gecko
         from gecko.cli.eval import print_results, progress
         from gecko.convert.llama import copy_card
         from gecko.eval.scored_model import describe_model, open_texts
         from gecko.experiments.distill import Distillation, distill
-        from gecko.models.gecko import Gecko
         from gecko.train.throughput import describe_hardware
 
         require("scipy.stats", "eval")
         source, out, texts = find_gecko(self.model), new_model_folder(self.out), open_texts(self.texts, joined=False)
-        settings = Distillation(
-            self.tokens, self.length, self.batch, self.needles, self.learning_rate, self.seed
-        )  # fmt: skip
-        model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, None, find_gecko)
-        assert isinstance(model, Gecko)
+        settings = Distillation(self.tokens, self.length, self.batch, self.needles, self.learning_rate, self.seed)
+        model, tokenizer = load_gecko(self.model, self.tokenizer, self.device)
         out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is an error before the training
         with suppress(OSError):  # a mount point stays
             out.rmdir()
@@ -116,9 +138,10 @@ class Distill(TakesTokenizer, TakesDevice):
             _copy_beside(source, folder)
             read = results.settings["tokens"]
             copy_card(source, folder, f"gecko distill trained a memory and its gates on {read:,} tokens.")
-            described = describe_model(student, tokenizer, str(out))
-            device = student.embedding.weight.device
-            results.save(folder / "distill.json", described, command_line(), describe_hardware(device))
+            hardware = describe_hardware(student.embedding.weight.device)
+            results.save(
+                folder / "distill.json", describe_model(student, tokenizer, str(out)), command_line(), hardware
+            )
         print_results(results, str(out))
 
 
@@ -140,10 +163,18 @@ class Consolidate(Command):
     """Folder to write."""
 
     def run(self) -> None:
+        from gecko.io.checkpoints import CHECKPOINTS, verify_files
         from gecko.io.model_folder import CONFIG
+        from gecko.train import latest_checkpoint
         from gecko.train.checkpoints import write_model
 
-        checkpoint = _find_checkpoint(self.source)
+        checkpoint: Path | None = self.source
+        if (self.source / CONFIG).is_file() and not (self.source / CHECKPOINTS).is_dir():
+            verify_files(self.source)
+        else:
+            checkpoint = latest_checkpoint(self.source / CHECKPOINTS)
+        if checkpoint is None:
+            raise FileNotFoundError(f"SOURCE must be a run's folder or a checkpoint; there is none in {self.source}.")
         target = self.target(checkpoint)
         with nullcontext(target) if (target / CONFIG).is_file() else whole_folder(target) as folder:
             write_model(checkpoint, folder)
@@ -171,21 +202,6 @@ class Consolidate(Command):
                 "Name another folder."
             )
         return target
-
-
-def _find_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint ``folder``, or the newest valid checkpoint of the run ``folder``."""
-    from gecko.io.checkpoints import CHECKPOINTS, verify_files
-    from gecko.io.model_folder import CONFIG
-    from gecko.train import latest_checkpoint
-
-    if (folder / CONFIG).is_file() and not (folder / CHECKPOINTS).is_dir():
-        verify_files(folder)
-        return folder
-    newest = latest_checkpoint(folder / CHECKPOINTS)
-    if newest is None:
-        raise FileNotFoundError(f"SOURCE must be a run's folder or a checkpoint; there is none in {folder}.")
-    return newest
 
 
 class Average(Command):
@@ -296,9 +312,8 @@ class Export(TakesTokenizer):
         if self.format not in (TRANSFORMERS, ONNX):
             raise ValueError(f"--format must be {TRANSFORMERS} or {ONNX}; got {self.format!r}.")
         source, target = find_gecko(self.model), new_model_folder(self.out)
-        write = self.write_for_transformers if self.format == TRANSFORMERS else self.write_onnx
         with whole_folder(target) as folder:
-            write(source, folder)
+            (self.write_onnx if self.format == ONNX else self.write_for_transformers)(source, folder)
         size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
         echo(f"{target}: {source.name} for {self.format}, {size:,} bytes")
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gecko.cli.command import LoadsModel, TakesDevice, WritesFile
-from gecko.cli.common import EVALUATION, command_line, echo
+from gecko.cli.command import EVALUATION, LoadsModel, TakesDevice, WritesFile, command_line, echo
 from gecko.records import argument, build, option, unknown_name
 from gecko.runtime.process import flushed_denormals, keep_freed_memory, require
 from gecko.runtime.terminal import Terminal, visible
@@ -57,27 +56,32 @@ class ModelEvaluation(ReportedEvaluation, LoadsModel):
 
     def evaluate(self) -> tuple[Results, Mapping[str, Any], torch.device]:
         measure = self.prepare()
-        models = self.scored_models()
+        model = self.scored_model()
         with progress(self.shows_progress) as report:
-            results = _merged([measure(model, report) for model in models])
-        results = dataclasses.replace(results, notes=[*results.notes, *models[0].notes])
-        return results, models[0].describe(), next(models[0].model.parameters()).device
+            results = self.measured(measure, model, report)
+        results = dataclasses.replace(results, notes=[*results.notes, *model.notes])
+        return results, model.describe(), next(model.model.parameters()).device
+
+    def measured(self, measure: Measure, model: Scored, report: Report) -> Results:
+        return measure(model, report)
 
     def prepare(self) -> Measure:
         """Check the options, before the model is loaded, and return the function that measures it."""
         raise NotImplementedError
 
-    def scored_models(self) -> Sequence[Scored]:
-        """Load the model; return it in each form that is measured."""
-        from gecko.cli.arguments import load_any_model, trained_length
+    def scored_model(self) -> Scored:
+        from gecko.cli.arguments import RECIPE, find_model, load_any_model
         from gecko.eval import GeckoModel, LlamaModel
         from gecko.models import Llama
+        from gecko.train import Run
 
         model, tokenizer = load_any_model(self.model, self.tokenizer, self.device, self.dtype)
         keep_freed_memory()
-        if isinstance(model, Llama):
-            return [LlamaModel(model, tokenizer, self.model, trained_length(self.model))]
-        return [GeckoModel(model, tokenizer, self.model)]
+        if not isinstance(model, Llama):
+            return GeckoModel(model, tokenizer, self.model)
+        recipe = find_model(self.model) / RECIPE
+        trained_length = Run.load(recipe).sequence_length if recipe.is_file() else None
+        return LlamaModel(model, tokenizer, self.model, trained_length)
 
 
 class SeededEvaluation(ModelEvaluation):
@@ -102,15 +106,22 @@ class TextEvaluation(ModelEvaluation):
 
         return open_texts(self.texts, joined=self.joined)
 
-    def scored_models(self) -> Sequence[Scored]:
+    def measured(self, measure: Measure, model: Scored, report: Report) -> Results:
+        """Return the results; with ``renewed_norms`` those of both kinds, whose scores name the norm statistics."""
         from gecko.eval import GeckoModel, LlamaModel
 
-        (model,) = super().scored_models()
         if not self.renewed_norms:
-            return [model]
+            return measure(model, report)
         if isinstance(model, LlamaModel):
             raise ValueError("--renewed-norms is for models whose norms have a state; a Llama has none. Leave it out.")
-        return [model, GeckoModel(model.model, model.tokenizer, self.model, renew_norms=True)]
+        renewed = GeckoModel(model.model, model.tokenizer, self.model, renew_norms=True)
+        kinds = {"all that was read": measure(model, report), "last 6 chunks": measure(renewed, report)}
+        scores = [
+            dataclasses.replace(score, where={"norm statistics of": kind, **score.where})
+            for kind, results in kinds.items() for score in results.scores
+        ]  # fmt: skip
+        details = {kind: dict(results.details) for kind, results in kinds.items()}
+        return dataclasses.replace(kinds["all that was read"], scores=scores, details=details)
 
 
 class Perplexity(TextEvaluation, SeededEvaluation):
@@ -151,7 +162,7 @@ class Positions(TextEvaluation):
     def prepare(self) -> Measure:
         from gecko.eval.perplexity import PositionGrid, positions
 
-        length, texts = _one_size("--length", self.length), self.open_texts()
+        (length,), texts = _sizes("--length", self.length, one=True), self.open_texts()
 
         def measure(model: Scored, report: Report) -> Results:
             chunk = model.chunk_size if self.chunk is None else self.chunk
@@ -192,21 +203,27 @@ class Retrieval(SeededEvaluation):
     """Samples per length and depth."""
 
     def prepare(self) -> Measure:
-        from gecko.eval.retrieval import NeedleGrid, retrieval
+        from gecko.eval.retrieval import DEPTHS, RANDOM, WITH_DEPTH, NeedleGrid, check_task, retrieval
         from gecko.eval.ruler import READERS
         from gecko.eval.scored_model import open_files, open_texts
 
-        grid = NeedleGrid(_sizes("--lengths", self.lengths), self._depths(), self.samples)
+        depths: Sequence[float] | None = None
+        lengths = _sizes("--lengths", self.lengths)
+        check_task(self.task)
+        if self.depths is None:
+            depths = DEPTHS if self.task in WITH_DEPTH else None
+        elif self.depths != RANDOM:
+            depths = list(map(_depth, self.depths.split(",")))
+        grid = NeedleGrid(lengths, depths, self.samples)
         texts = open_files(self.texts) if self.task in READERS else open_texts(self.texts, joined=False)
         return lambda model, report: retrieval(model, self.task, grid, texts=texts, seed=self.seed, report=report)
 
-    def _depths(self) -> Sequence[float] | None:
-        from gecko.eval.retrieval import DEPTHS, RANDOM, WITH_DEPTH, check_task
 
-        check_task(self.task)
-        if self.depths is None:
-            return DEPTHS if self.task in WITH_DEPTH else None
-        return None if self.depths == RANDOM else [_number("--depths", part) for part in self.depths.split(",")]
+def _depth(part: str) -> float:
+    try:
+        return float(part)
+    except ValueError:
+        raise ValueError(f"--depths takes numbers in 0..1 separated by commas, or random; got {part!r}.") from None
 
 
 class Diagnose(ReportedEvaluation):
@@ -331,19 +348,6 @@ def progress(shown: bool = True) -> Iterator[Report]:
         yield lambda text: status.update(Text(visible(text)))
 
 
-def _merged(every: Sequence[Results]) -> Results:
-    """Return the results of one model; of one and the same with renewed norms, the scores name the norm statistics."""
-    if len(every) == 1:
-        return every[0]
-    kinds = dict(zip(("all that was read", "last 6 chunks"), every, strict=True))
-    scores = [
-        dataclasses.replace(score, where={"norm statistics of": kind, **score.where})
-        for kind, results in kinds.items() for score in results.scores
-    ]  # fmt: skip
-    details = {kind: dict(results.details) for kind, results in kinds.items()}
-    return dataclasses.replace(every[0], scores=scores, details=details)
-
-
 def print_results(results: Results, model: str) -> None:
     console = Terminal()
     console.print(results.table(f"{results.evaluation}: {model}"))
@@ -353,26 +357,14 @@ def print_results(results: Results, model: str) -> None:
         console.print(f"note: {note}")
 
 
-def _sizes(option: str, given: str) -> list[int]:
-    """Parse numbers of tokens such as ``1K,4K,1M``."""
+def _sizes(option: str, given: str, *, one: bool = False) -> list[int]:
+    """Parse numbers of tokens such as ``1K,4K,1M``, or only ``one``."""
     sizes = []
     for part in map(str.strip, given.split(",")):
         number = re.fullmatch(r"(\d+)([KM]?)", part, re.IGNORECASE)
         if number is None or int(number[1]) < 1:
             raise ValueError(f"{option} takes whole numbers of tokens, such as 1024, 16K or 1M; got {part!r}.")
         sizes.append(int(number[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[number[2].upper()])
-    return sizes
-
-
-def _one_size(option: str, given: str) -> int:
-    sizes = _sizes(option, given)
-    if len(sizes) > 1:
+    if one and len(sizes) > 1:
         raise ValueError(f"{option} takes one number of tokens, such as 16K; got {given!r}. Measure each by itself.")
-    return sizes[0]
-
-
-def _number(option: str, part: str) -> float:
-    try:
-        return float(part)
-    except ValueError:
-        raise ValueError(f"{option} takes numbers in 0..1 separated by commas, or random; got {part!r}.") from None
+    return sizes

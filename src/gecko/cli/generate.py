@@ -1,30 +1,154 @@
-"""``gecko generate``, ``chat`` and ``serve``: continue a text, talk in the terminal, and serve a model over HTTP."""
+"""``gecko read``, ``generate``, ``chat`` and ``serve``: read texts, continue them, talk, and serve over HTTP."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from gecko.cli.command import LoadsModel, WritesFile, WritesText
-from gecko.cli.common import STATE, echo, output_file, speed
+from gecko.cli.command import (
+    INTERRUPTED,
+    STATE,
+    LoadsModel,
+    StartsFromState,
+    WritesFile,
+    WritesText,
+    echo,
+    output_file,
+    speed,
+)  # fmt: skip
 from gecko.records import argument, option
 from gecko.runtime.process import bound_freed_memory, require
 from gecko.runtime.terminal import visible
 from gecko.serving.options import Options, rows_in_memory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gecko.cli.arguments import InputText
-    from gecko.data.chat import ChatFormat
+    from gecko.data.text_stream import TokenBytes
     from gecko.inference import TextStream
     from gecko.inference.chat import Answer, Conversation
+    from gecko.models.gecko import Gecko
+    from gecko.state import GeckoState
+
+
+class Read(StartsFromState, WritesFile):
+    """Read texts and save the model's state after them.
+
+    The size of the state does not depend on the length of the texts. `gecko generate --state` continues from it any
+    number of times; `gecko state show` describes it. Several texts are read as one, in the order given. Ctrl-C saves
+    the state reached so far to `--out` and prints the command that reads the rest.
+
+    **Examples**
+
+        gecko read runs/demo book.txt --out book.state
+
+        gecko generate runs/demo --state book.state --prompt "In short, "
+
+        gecko read runs/demo second.txt.gz --state book.state --out both.state --loss
+    """
+
+    books: list[str] = argument("BOOK...", reads=True)
+    """Files of any length, .gz and .zst too; - is standard input."""
+    out: str | None = option(None, "--out", "-o", metavar="S")
+    """File for the reading state."""
+    state: str | None = option(metavar="S")
+    """Reading state to continue from; may be the file of --out."""
+    loss: bool = False
+    """Also print the model's loss on the text."""
+    compact: bool = False
+    """Round most of the state to bfloat16, for half the file size."""
+
+    def run(self) -> None:
+        from gecko.cli.arguments import TokenReader, named_text
+        from gecko.data.text_stream import token_bytes
+        from gecko.inference import read
+        from gecko.train.health import StopSignal
+
+        if self.out is None and not self.loss:
+            raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
+        target = None if self.out is None else self.output_file(self.out, STATE)
+        texts = [named_text(book) for book in self.books]
+        model, tokenizer, before = self.load_with_state()
+        with (
+            StopSignal(_notice) as stop,
+            TokenReader(texts, tokenizer, stopped=lambda: stop.requested is not None) as reading,
+        ):
+            tokens, losses = reading.tokens(begin=before is None), None
+            if self.loss:
+                state, losses = _score(model, tokens, before, token_bytes(tokenizer))
+            else:
+                state = read(model, tokens, before).state
+        state = state.to("cpu")
+        if target is not None:
+            state.save(target, compact=self.compact)
+        echo(speed("read", reading.num_tokens, reading.seconds, f" ({reading.num_bytes:,} bytes)"), err=True)
+        if losses is not None:
+            echo(f"loss {losses[0]:.4f} nats per token, {losses[1]:.4f} nats per byte", err=True)
+        where = "" if target is None else f" in {target} ({target.stat().st_size:,} bytes)"
+        echo(f"position {state.position[0]:,}; state of {state.num_bytes:,} bytes{where}", err=True)
+        if reading.unfinished is not None:
+            echo(self.continuation(*reading.unfinished), err=True)
+            raise typer.Exit(INTERRUPTED)
+
+    def continuation(self, place: int, taken: int) -> str:
+        """Return where reading stopped, and the shell command that reads the rest if the state is saved."""
+        from gecko.cli.arguments import STANDARD_INPUT
+
+        book, later = self.books[place], self.books[place + 1 :]
+        stopped = f"stopped after {taken:,} bytes of {book}"
+        if book == STANDARD_INPUT or self.out is None:
+            return f"{stopped}."
+        device = None if self.device == "auto" else self.device
+        options = {"--tokenizer": self.tokenizer, "--device": device, "--dtype": self.dtype}
+        given = [part for name, value in options.items() if value is not None for part in (name, value)]
+        flags = ["--compact"] * self.compact + ["--loss"] * self.loss
+        command = ["gecko", "read", self.model, "--state", self.out, "--out", self.out, *given, *flags]
+        unpack = {".gz": "gzip -dc ", ".zst": "zstd -dc "}.get(Path(book).suffix.lower())
+        skip, named = f"tail -c +{taken + 1}", shlex.quote(str(Path(book).expanduser()))
+        rest = f"{skip} {named}" if unpack is None else f"{unpack}{named} | {skip}"
+        return f"{stopped}; the rest: {rest} | {shlex.join([*command, STANDARD_INPUT, *later])}"
+
+
+def _notice(signal: str, again: bool) -> None:
+    from gecko.train.health import write_notice
+
+    first = "the piece in progress is read, then the state is saved; a second Ctrl-C stops at once and loses it"
+    write_notice(signal, "stopping now: what was read is lost" if again else first)
+
+
+def _score(
+    model: Gecko, tokens: Iterator[Tensor], state: GeckoState | None, sizes: TokenBytes
+) -> tuple[GeckoState, tuple[float, float] | None]:
+    """Return the state after the last token, and the loss in nats per token and per byte of all tokens but the first.
+
+    There is no loss if no token with text was predicted.
+    """
+    from gecko.inference import score
+
+    total, count, text_bytes, starts = 0.0, 0, 0, state is None
+
+    def counted() -> Iterator[Tensor]:
+        nonlocal text_bytes
+        for place, ids in enumerate(tokens):
+            text_bytes += sizes.of_text(ids[place == 0 :].numpy(), begins=starts and place == 1)
+            yield ids
+
+    for scored in score(model, counted(), state):
+        total, count = total + float(scored.losses.double().sum()), count + len(scored.losses)
+        state = scored.state
+    assert state is not None, "without a state, a document start is read"
+    return state, (total / count, total / text_bytes) if text_bytes else None
 
 
 class Generate(WritesText, WritesFile):
@@ -71,9 +195,9 @@ class Generate(WritesText, WritesFile):
                 "--state needs a prompt: logits are computed by reading at least one more token. Add --prompt, "
                 "--file or -; --prompt ' ' is enough."
             )
-        before, sampling, seeds = self.load_state(), self.sampling(), as_seeds(self.seed, 1)
+        sampling, seeds = self.sampling(), as_seeds(self.seed, 1)
         check_stops(self.stop)
-        model, tokenizer = self.load_for(before)
+        model, tokenizer, before = self.load_with_state()
         # Without a state, the document-start token comes first, as in training.
         with TokenReader([] if text is None else [text], tokenizer) as reading:
             prefill = read(model, reading.tokens(begin=before is None), before)
@@ -113,11 +237,14 @@ class Generate(WritesText, WritesFile):
         return named_text(given[0]) if given else None
 
 
+def _write_piece(piece: str) -> None:
+    sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
+
+
 def _write(pieces: TextStream) -> None:
-    show = visible if sys.stdout.isatty() else str
     for piece in pieces:
-        sys.stdout.write(show(piece))
-        sys.stdout.flush()
+        _write_piece(piece)
     if sys.stdout.isatty():
         echo()
 
@@ -161,42 +288,29 @@ class Chat(WritesText):
         from gecko.inference.chat import Conversation
         from gecko.inference.generate import as_seeds
 
-        sampling, before = self.sampling(), self.load_state()
-        model, tokenizer = self.load_for(before)
+        sampling = self.sampling()
+        model, tokenizer, before = self.load_with_state()
         chat_format = find_format(tokenizer, find_model(self.model))
         conversation = Conversation(model, tokenizer, chat_format, system=self.system, before=before)
-        _introduce(self.model, chat_format)
+        _say(f"conversations are written by {chat_format.source}")
+        if not chat_format.tuned:
+            _say(
+                "this model has no chat template, so it was not tuned for chat: it continues the conversation as it "
+                f"would continue any text. To tune it on chats: gecko finetune {self.model} chats.jsonl --out tuned"
+            )
+        if sys.stdin.isatty():
+            _say(_HELP)
         seeds = itertools.count(as_seeds(self.seed, 1)[0])
         while (line := _read_line()) is not None:
             if line.startswith("/"):
                 if not _obey(line, conversation, self.inputs):
                     return
-            elif _is_message(line):
-                answer = conversation.ask(
-                    line.strip(), sampling=sampling, seed=next(seeds), max_new_tokens=self.max_new_tokens
+            elif re.search("[\ud800-\udfff]", line):  # bytes that are not UTF-8
+                _say("error: a message must be UTF-8 text; this line is not. Save the messages as UTF-8.")
+            elif message := line.strip():
+                _write_answer(
+                    conversation.ask(message, sampling=sampling, seed=next(seeds), max_new_tokens=self.max_new_tokens)
                 )
-                _write_answer(answer)
-
-
-def _is_message(line: str) -> bool:
-    """Return whether a line holds a message; say so if it holds bytes that are not UTF-8."""
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        _say("error: a message must be UTF-8 text; this line is not. Save the messages as UTF-8.")
-        return False
-    return bool(line.strip())
-
-
-def _introduce(model: str, chat_format: ChatFormat) -> None:
-    _say(f"conversations are written by {chat_format.source}")
-    if not chat_format.tuned:
-        _say(
-            "this model has no chat template, so it was not tuned for chat: it continues the conversation as it would "
-            f"continue any text. To tune it on chats: gecko finetune {model} chats.jsonl --out tuned"
-        )
-    if sys.stdin.isatty():
-        _say(_HELP)
 
 
 def _say(text: str) -> None:
@@ -224,15 +338,14 @@ def _write_answer(answer: Answer) -> None:
     """Stream an answer to standard output. Ctrl-C ends it; a second one forgets question and answer."""
     from gecko.train.health import StopSignal
 
-    shown, show = False, visible if sys.stdout.isatty() else str
+    shown = False
     try:
         with StopSignal() as stop:
             for piece in answer:
                 # The format may put a space before an answer.
                 text = piece if shown else piece.lstrip()
                 shown = shown or bool(text)
-                sys.stdout.write(show(text))
-                sys.stdout.flush()
+                _write_piece(text)
                 if stop.requested is not None:
                     answer.stop()
     except KeyboardInterrupt:

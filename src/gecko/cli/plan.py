@@ -1,12 +1,11 @@
-"""``gecko info`` and ``gecko plan``: the size of a model, and an estimate of what a training run needs."""
+"""``gecko plan``: an estimate of what a training run needs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,18 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gecko.cli.command import Command
-from gecko.cli.common import FAILED, echo
+from gecko.cli.command import FAILED, Command, echo
 from gecko.records import argument, option
 from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
-    import torch
-
-    from gecko.models import ModelConfig
     from gecko.plan import Plan
-    from gecko.plan.verify import Verification
-    from gecko.train import Run
+    from gecko.plan.dry_run import Verification
 
 
 WORDS = {
@@ -100,35 +94,37 @@ class PlanTraining(Command):
 
     def run(self) -> None:
         from gecko.plan import Assumptions, find_gpu, find_plan, make_plan
-        from gecko.plan.verify import verify
+        from gecko.plan.dry_run import verify
         from gecko.recipes import apply_overrides, get_recipe
 
         run, gpu = apply_overrides(get_recipe(self.recipe), self.overrides), find_gpu(self.gpu)
-        assumed = Assumptions(self.efficiency, self.overlap)
-        if self.gpus is None:
-            _measure(plan := make_plan(run, _gpus_of(run), gpu, assumed))
-        else:
+        assumed, mesh = Assumptions(self.efficiency, self.overlap), run.parallel
+        if self.gpus is not None:
             kept = {override.partition("=")[0] for override in self.overrides}
             plan = find_plan(run, self.gpus, gpu, assumed, kept, _measure)
-        dry_run = verify(plan) if self.verify else None
+        else:  # a mesh of any number gets as many of 8 as divide its batches
+            any_number = math.gcd(8, run.batch_size // run.gradient_accumulation_steps)
+            gpus = any_number if mesh.shard is None else mesh.replicate * mesh.shard * mesh.context
+            _measure(plan := make_plan(run, gpus, gpu, assumed))
+        known = facts(plan, self.price)
+        dry_run = verify(plan.run, plan.sizes, plan.memory) if self.verify else None
         if self.as_json:
             checked = {} if dry_run is None else {"dry_run": dry_run_facts(dry_run)}
-            echo(json.dumps({**facts(plan, self.price), **checked}, indent=2))
+            echo(json.dumps({**known, **checked}, indent=2))
         else:
-            _print(self.recipe, plan, self.price)
+            _print(self.recipe, plan, known)
             if dry_run is not None:
-                _print_dry_run(dry_run)
+                _print_dry_run(plan, dry_run)
         if dry_run is not None and not dry_run.passed:
             raise typer.Exit(FAILED)
 
 
 def _measure(plan: Plan) -> None:
     """Measure the memory of a plan, and say of which one, because it takes seconds."""
-    sizes, run, console = plan.sizes, plan.run, Terminal(stderr=True)
+    sizes, console = plan.sizes, Terminal(stderr=True)
     tried = (
         f"replicate {sizes.replicate}, shard {sizes.shard}, context {sizes.context}, "
-        f"activation_checkpointing={run.activation_checkpointing}, "
-        f"gradient_accumulation_steps={run.gradient_accumulation_steps}"
+        f"activation_checkpointing={plan.mode}, gradient_accumulation_steps={plan.run.gradient_accumulation_steps}"
     )
     with console.status(f"Running a step of a few blocks without numbers: {tried} …"):
         total = readable(plan.total)
@@ -136,22 +132,14 @@ def _measure(plan: Plan) -> None:
         console.print(f"{total} of {readable(plan.gpu.memory)}: {tried} does not fit", style="dim", soft_wrap=True)
 
 
-def _gpus_of(run: Run) -> int:
-    """Return the number of GPUs of a run's mesh; if it takes any number, as many of 8 as divide its batches."""
-    mesh = run.parallel
-    if mesh.shard is None:
-        return math.gcd(8, run.batch_size // run.gradient_accumulation_steps)
-    return mesh.replicate * mesh.shard * mesh.context
-
-
 def facts(plan: Plan, price: float | None = None) -> dict[str, Any]:
     """Return all numbers of the plan: bytes, seconds, and FLOPs per token."""
-    from gecko.plan.memory import serving
+    from gecko.plan.counts import serving
 
     return {
         "gpus": plan.gpus, "gpu": plan.gpu.name, "parallel": dataclasses.asdict(plan.sizes),
-        "memory_bytes": _with_total(plan.memory),
-        "peak_in": plan.moment, "measured": plan.measured, "fits": plan.fits,
+        "memory_bytes": with_total(plan.memory),
+        "peak_in": plan.peak[1], "measured": plan.measured, "fits": plan.fits,
         "flops_per_token": {name: part.total for name, part in plan.flops.items()} | {"recomputed": plan.recomputed},
         "bytes_sent_per_step": {name: kind.size for name, kind in plan.traffic.items()},
         "assumptions": dataclasses.asdict(plan.assumptions),
@@ -160,34 +148,61 @@ def facts(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "steps": plan.run.steps, "days": plan.days, "gpu_hours": plan.gpu_hours,
         "dollars": None if price is None or plan.gpu_hours is None else price * plan.gpu_hours,
         "settings": {
-            "activation_checkpointing": plan.run.activation_checkpointing,
+            "activation_checkpointing": plan.mode,
             "gradient_accumulation_steps": plan.run.gradient_accumulation_steps,
         },
         "command": None if plan.fits is False else plan.command, "serving": serving(plan.run.model, plan.gpu.memory),
     }  # fmt: skip
 
 
-def _print(recipe: str, plan: Plan, price: float | None) -> None:
-    console = Terminal(markup=True)
-    sizes, known = plan.sizes, facts(plan, price)
+def _print(recipe: str, plan: Plan, known: Mapping[str, Any]) -> None:
+    from gecko.plan.counts import VLLM_MEMORY, counts_of
+
+    run, sizes, assumed, counts = plan.run, plan.sizes, plan.assumptions, counts_of(plan.run.model)
+    console, dollars, served = Terminal(markup=True), known["dollars"], known["serving"]
+    values = {
+        "divided": plan.divided, "rows": plan.rows, "length": run.sequence_length // sizes.context,
+        "checkpointing": plan.mode, "accumulation": run.gradient_accumulation_steps, "replicate": sizes.replicate,
+        "keys": counts.keys(run.sequence_length),
+        "layer": readable(counts.context_bytes(plan.itemsize, sizes.context)),
+    }  # fmt: skip
+    notes = {part: words.format(**values) for part, words in WORDS.items()}
     console.print(
         f"[bold]{escape(recipe)}[/bold] on {plan.gpus} × {plan.gpu.name}: {sizes.replicate} × {sizes.shard} groups of "
-        f"rows (replicate × shard), {sizes.context} GPUs per row (context); {plan.run.tokens_per_step:,} tokens per "
+        f"rows (replicate × shard), {sizes.context} GPUs per row (context); {run.tokens_per_step:,} tokens per "
         f"step, {plan.tokens:,.0f} on each GPU\n"
     )
-    _print_parts(
-        console, f"Memory of one GPU at the peak, in {plan.moment}", known["memory_bytes"], readable,
-        _words(plan.memory, plan),
-    )  # fmt: skip
+    title = f"Memory of one GPU at the peak, in {plan.peak[1]}"
+    print_parts(console, title, known["memory_bytes"], readable, notes)
     console.print(f"{readable(plan.total)} of {readable(plan.gpu.memory)}: [bold]{_verdict(plan)}[/bold]\n")
-    for title, name, write in (
-        ("Compute, GFLOPs per token", "flops_per_token", lambda flops: f"{flops / 1e9:,.3f}"),
-        ("Bytes that one GPU sends per step", "bytes_sent_per_step", readable),
-    ):
-        _print_parts(console, title, _with_total(known[name]), write, _words(known[name], plan))
-    _print_time(console, plan, known["dollars"])
-    if known["serving"] is not None:
-        _print_serving(console, plan, **known["serving"])
+    flops, sent = (with_total(known[name]) for name in ("flops_per_token", "bytes_sent_per_step"))
+    print_parts(console, "Compute, GFLOPs per token", flops, lambda count: f"{count / 1e9:,.3f}", notes)
+    print_parts(console, "Bytes that one GPU sends per step", sent, readable, notes)
+    console.print(
+        "[bold]Time of a step[/bold]\n"
+        f"compute        {plan.computing:8.3f} s   at {assumed.efficiency:.0%} of {plan.gpu.peak / 1e12:,.0f} TFLOP/s "
+        "(assumed)\n"
+        f"communication  {plan.communicating:8.3f} s   before overlap\n"
+        f"step           {plan.step_seconds:8.3f} s   up to {assumed.overlap:.0%} of compute hides communication "
+        f"(assumed); {known['tokens_per_second']:,.0f} tokens/s, MFU {plan.utilisation:.0%}"
+    )
+    if plan.days is not None and run.steps is not None:
+        cost = "" if dollars is None else f", [bold]${dollars:,.0f}[/bold]"
+        console.print(
+            f"[bold]{plan.days:,.1f} days[/bold] for {run.steps:,} steps, {run.tokens_before(run.steps):,} tokens; "
+            f"{plan.gpu_hours:,.0f} GPU hours{cost}. Evaluations and checkpoints are not included."
+        )
+    else:
+        console.print("The run ends by the clock, so it has no days and no cost: set steps=, for example steps=1000.")
+    if served is not None:
+        console.print(
+            f"\n[bold]Served by one {plan.gpu.name}[/bold], with --dtype bfloat16\n"
+            f"memory         {readable(served['weights_bytes'])} of weights, {readable(served['row_bytes'])} per row, "
+            "whatever it has read\n"
+            f"gecko serve    at most --rows {served['gecko_serve_rows']:,}\n"
+            f"vLLM           at most --max-num-seqs {served['vllm_rows']:,}, with --gpu-memory-utilization "
+            f"{VLLM_MEMORY}"
+        )
     if known["command"] is not None:
         console.print("\n[bold]Command[/bold]")
         console.print(Text(known["command"]), soft_wrap=True)
@@ -200,62 +215,25 @@ def _verdict(plan: Plan) -> str:
         return "exact, but without activations, loss and buffers, which need Triton: pip install 'gecko-lm[kernels]'"
     short = readable(plan.total - plan.gpu.memory)
     remedies = ["more GPUs", *[f"--gpu {name}" for name, gpu in GPUS.items() if gpu.memory >= plan.total][:1]]
-    remedies += [] if plan.run.activation_checkpointing == "full" else ["activation_checkpointing=full"]
+    remedies += [] if plan.mode == "full" else ["activation_checkpointing=full"]
     remedies += ["a larger gradient_accumulation_steps"] if plan.rows > 1 else []
     return "fits" if plan.fits else f"does not fit, {short} short; try {' or '.join(remedies)}"
 
 
-def _print_time(console: Console, plan: Plan, dollars: float | None) -> None:
-    peak, assumed = plan.gpu.peak / 1e12, plan.assumptions
-    console.print("[bold]Time of a step[/bold]")
-    console.print(
-        f"compute        {plan.computing:8.3f} s   at {assumed.efficiency:.0%} of {peak:,.0f} TFLOP/s (assumed)"
-    )
-    console.print(f"communication  {plan.communicating:8.3f} s   before overlap")
-    console.print(
-        f"step           {plan.step_seconds:8.3f} s   up to {assumed.overlap:.0%} of compute hides communication "
-        f"(assumed); {plan.run.tokens_per_step / plan.step_seconds:,.0f} tokens/s, MFU {plan.utilisation:.0%}"
-    )
-    if plan.days is not None and plan.run.steps is not None:
-        tokens = plan.run.tokens_before(plan.run.steps)
-        cost = "" if dollars is None else f", [bold]${dollars:,.0f}[/bold]"
-        console.print(
-            f"[bold]{plan.days:,.1f} days[/bold] for {plan.run.steps:,} steps, {tokens:,} tokens; "
-            f"{plan.gpu_hours:,.0f} GPU hours{cost}. Evaluations and checkpoints are not included."
-        )
-    else:
-        console.print("The run ends by the clock, so it has no days and no cost: set steps=, for example steps=1000.")
-
-
-def _print_serving(
-    console: Console, plan: Plan, *, weights_bytes: int, row_bytes: int, gecko_serve_rows: int, vllm_rows: int
-) -> None:
-    from gecko.plan.memory import VLLM_MEMORY
-
-    console.print(
-        f"\n[bold]Served by one {plan.gpu.name}[/bold], with --dtype bfloat16\n"
-        f"memory         {readable(weights_bytes)} of weights, {readable(row_bytes)} per row, whatever it has read\n"
-        f"gecko serve    at most --rows {gecko_serve_rows:,}\n"
-        f"vLLM           at most --max-num-seqs {vllm_rows:,}, with --gpu-memory-utilization {VLLM_MEMORY}"
-    )
-
-
 def dry_run_facts(dry_run: Verification) -> dict[str, Any]:
     return {
-        "ranks": dry_run.ranks, "memory_bytes": _with_total(dry_run.peak.uses),
+        "ranks": dry_run.ranks, "memory_bytes": with_total(dry_run.peak.uses),
         "peak_in": dry_run.peak.moment, "planned_bytes": dry_run.planned, "difference": dry_run.difference,
-        "agreement": dataclasses.asdict(dry_run.agreement), "graphs_by_depth": dry_run.graphs,
+        "agreement": dry_run.agreement._asdict(), "graphs_by_depth": dry_run.graphs,
         "passed": dry_run.passed, "seconds": dry_run.seconds, "host_bytes": dry_run.host_bytes,
     }  # fmt: skip
 
 
-def _print_dry_run(dry_run: Verification) -> None:
-    console = Terminal(markup=True)
-    peak, agreement = dry_run.peak, dry_run.agreement
-    words = ["" if name not in dry_run.plan.memory else f"planned {readable(dry_run.plan.memory[name])}"
-             for name in peak.uses]  # fmt: skip
-    title = f"Dry run of {len(dry_run.ranks)} of {dry_run.plan.gpus} ranks: memory at the peak, in {peak.moment}"
-    _print_parts(console, title, _with_total(peak.uses), readable, words)
+def _print_dry_run(plan: Plan, dry_run: Verification) -> None:
+    console, peak, agreement = Terminal(markup=True), dry_run.peak, dry_run.agreement
+    planned = {name: f"planned {readable(size)}" for name, size in plan.memory.items()}
+    title = f"Dry run of {len(dry_run.ranks)} of {plan.gpus} ranks: memory at the peak, in {peak.moment}"
+    print_parts(console, title, with_total(peak.uses), readable, planned)
     console.print(
         f"The plan, {readable(dry_run.planned)} without the reserve, is off by {dry_run.difference:+.1%}.\n"
         f"Collectives: {agreement.collectives:,} per rank, equal in the {agreement.groups} process groups of which "
@@ -270,123 +248,25 @@ def _print_dry_run(dry_run: Verification) -> None:
     )
 
 
-def _words(parts: Iterable[str], plan: Plan) -> list[str]:
-    """Return the explanation of each part, with the plan's numbers filled in."""
-    from gecko.plan.counts import counts_of
-
-    run, counts = plan.run, counts_of(plan.run.model)
-    values = {
-        "divided": plan.divided, "rows": plan.rows, "length": run.sequence_length // plan.sizes.context,
-        "checkpointing": run.activation_checkpointing, "accumulation": run.gradient_accumulation_steps,
-        "keys": counts.keys(run.sequence_length), "replicate": plan.sizes.replicate,
-        "layer": readable(counts.context_bytes(plan.itemsize, plan.sizes.context)),
-    }  # fmt: skip
-    return [WORDS[part].format(**values) for part in parts]
-
-
-def _with_total(parts: Mapping[str, Any]) -> dict[str, Any]:
+def with_total(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts, "total": sum(parts.values())}
 
 
-def _print_parts(
-    console: Console, title: str, parts: Mapping[str, Any], write: Callable[[Any], str], notes: list[str] | None = None
+def print_parts(
+    console: Console, title: str, parts: Mapping[str, Any], write: Callable[[Any], str], notes: Mapping[str, str] = {}
 ) -> None:
-    """Print the parts and their total, each with a note, or without notes with its share."""
-
+    """Print the parts and their total, each with its note, or without notes with its share."""
     total = parts["total"]
-    shares = [f"{value / total:.1%}" if total else "" for value in parts.values()]
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, min_width=52)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right" if notes is None else "left", style="dim")
-    for (name, value), note in zip(parts.items(), shares if notes is None else [*notes, ""], strict=True):
+    table.add_column(justify="left" if notes else "right", style="dim")
+    for name, value in parts.items():
         if name == "total":
             table.add_section()
-        table.add_row(name, write(value), note)
+        share = f"{value / total:.1%}" if total else ""
+        table.add_row(name, write(value), notes.get(name, "") if notes else share)
     console.print(table)
-
-
-class Info(Command):
-    """Show a model's parameters by component, the size of its state, and the memory it needs.
-
-    Presets are counted without allocating their weights. Numbers of parameters and bytes of the state are exact; bytes
-    of activations are an estimate.
-
-    **Examples**
-
-        gecko info gecko-7b --length 32768 --dtype bfloat16
-
-        gecko info runs/demo --json
-    """
-
-    model: str = argument("MODEL")
-    """Model folder, training run, or name of a preset."""
-    length: int = option(4096, min=1)
-    """Tokens per sequence."""
-    batch: int = option(1, min=1)
-    """Sequences per batch."""
-    dtype: str = "float32"
-    """Dtype of the weights in inference: float32 or bfloat16."""
-    as_json: bool = option(False, "--json")
-    """Print JSON instead of tables."""
-
-    def run(self) -> None:
-        from gecko.cli.arguments import named_dtype
-
-        facts = describe(_find_config(self.model), named_dtype(self.dtype), self.batch, self.length)
-        if self.as_json:
-            asked = {name: getattr(self, name) for name in ("model", "dtype", "batch", "length")}
-            echo(json.dumps({**asked, **facts}, indent=2))
-        else:
-            self.print(facts)
-
-    def print(self, facts: Mapping[str, Any]) -> None:
-        console, state = Terminal(markup=True), facts["state_bytes_per_row"]
-        architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
-        console.print(f"[bold]{escape(self.model)}[/bold]: {escape(architecture)}\n", soft_wrap=False)
-        _print_parts(console, "Parameters", facts["parameters"], "{:,}".format)
-        of_a_row = f"Keys and values of one sequence of {self.length:,} tokens" if "keys" in state else None
-        _print_parts(console, of_a_row or "State of one sequence, at any position", state, readable)
-        for name, parts in facts["memory_bytes"].items():
-            dtype = self.dtype if name == "inference" else "float32, AdamW"
-            title = f"Memory for {name}: {self.batch} × {self.length:,} tokens, {dtype}"
-            _print_parts(console, title, parts, readable)
-
-
-def describe(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
-    """Return all numbers that the command shows."""
-    from gecko.plan.counts import counts_of
-    from gecko.plan.memory import inference_memory, parameters_by_component, training_memory
-
-    memory = {
-        "inference": inference_memory(config, dtype, batch, length),
-        "training": training_memory(config, batch, length, recompute=False),
-        "training, activations recomputed": training_memory(config, batch, length, recompute=True),
-    }
-    return {
-        "config": config.to_dict(),
-        "parameters": _with_total(parameters_by_component(config)),
-        "state_bytes_per_row": _with_total(counts_of(config).state(length, dtype.itemsize)),
-        "memory_bytes": {name: _with_total(parts) for name, parts in memory.items()},
-    }
-
-
-def _find_config(model: str) -> ModelConfig:
-    from gecko.cli.arguments import find_model, nearest_hint
-    from gecko.io.checkpoints import shipped_models
-    from gecko.io.model_folder import CONFIG
-    from gecko.models import find_preset, load_config
-
-    folder = Path(model).expanduser()
-    if folder.exists() or model in shipped_models():
-        return load_config(find_model(model) / CONFIG)
-    try:
-        return find_preset(model)
-    except ValueError as error:
-        raise ValueError(
-            f"MODEL must be a model folder, a training run, or a preset; there is no {folder}.{nearest_hint(folder)} "
-            f"For a preset: {error}"
-        ) from error
 
 
 def readable(size: int) -> str:

@@ -1,27 +1,176 @@
-"""``gecko train``, ``finetune``, ``compare`` and ``report``: train, tune on chats, compare recipes, show runs."""
+"""``gecko tokenize``, ``train``, ``finetune``, ``compare`` and ``report``: from a corpus to runs, and pages of them."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
-from gecko.cli.command import Command, TakesTokenizer, WritesFile
-from gecko.cli.common import PAGE, command_line, echo
+from gecko.cli.command import PAGE, Command, TakesTokenizer, WritesFile, command_line, echo
 from gecko.records import argument, option
-from gecko.runtime.terminal import Terminal
+from gecko.runtime.terminal import Terminal, lasting_output
 
 if TYPE_CHECKING:
+    from gecko.data.tokenize import TokenizingPlan
+    from gecko.data.tokenizers import Tokenizer
     from gecko.train import Run
+
+T = TypeVar("T")
+EXECUTORS = ("local", "slurm", "ray")
+
+
+class Tokenize(Command):
+    """Tokenize a corpus into shards, which training maps from disk.
+
+    After an interruption the same command continues; finished shards are kept. Train on the shards with
+    data.source=FOLDER and the same data.tokenizer.
+
+    **Examples**
+
+        gecko tokenize 'books/*.txt' --tokenizer olmo.json --out shards/books
+
+        gecko tokenize dolma --tokenizer olmo.json --out shards/dolma --executor slurm --partition cpu --workers 500
+    """
+
+    sources: list[str] = argument("SOURCE...")
+    """Files, folders, globs or hf:NAME, as for data.source."""
+    out: Path = option(MISSING, metavar="FOLDER")
+    """Folder for the shards; it must be new or empty."""
+    tokenizer: str = option(MISSING)
+    """bytes, a tokenizer's file or folder, or its name on the hub."""
+    field: str = "text"
+    """Name of the text field in JSON Lines, Parquet and data sets."""
+    workers: int | None = option(min=1, show_default="all cores")
+    """Shards encoded at the same time."""
+    executor: str = "local"
+    """Where to run: local, slurm or ray."""
+    partition: str | None = None
+    """Slurm partition."""
+    hours: int = option(12, min=1)
+    """Slurm time limit per shard, in hours."""
+    allow_loss: bool = False
+    """Allow a tokenizer that loses more than 0.1 % of the characters."""
+    verify: bool = False
+    """Read all shards back and verify their checksums."""
+
+    @lasting_output()
+    def run(self) -> None:
+        from gecko.data import ShardFolder, load_tokenizer
+        from gecko.data.tokenize import TokenizingPlan
+
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"--executor must be one of {', '.join(EXECUTORS)}; got {self.executor!r}.")
+        if self.executor == "slurm" and self.partition is None:
+            raise ValueError("--executor slurm needs the partition to submit to: add --partition NAME.")
+        console, tokenizer = Terminal(soft_wrap=True), load_tokenizer(self.tokenizer)
+        plan = TokenizingPlan.make(self.sources, tokenizer, self.out, field=self.field)
+        plan.start()
+        try:
+            if len(plan.done()) < len(plan.tasks):
+                self.write(plan, tokenizer, console)
+            manifest = plan.finish()
+        except (OSError, ValueError):
+            plan.withdraw()
+            raise
+        if manifest is None:
+            console.print(
+                f"{len(plan.done())} of {len(plan.tasks)} shards are there. The same command shows the progress, and "
+                "submits missing shards after the job has ended."
+            )
+            return
+        if self.verify:
+            ShardFolder.open(plan.folder).verify()
+            console.print("every byte is as it was written")
+        documents, tokens, text_bytes = (
+            sum(getattr(shard, name) for shard in manifest.shards) for name in ("documents", "tokens", "text_bytes")
+        )
+        console.print(
+            f"{plan.folder}: {len(manifest.shards):,} shards, {documents:,} documents, {tokens:,} tokens of "
+            f"{manifest.tokenizer.dtype.name}, {text_bytes:,} bytes of text ({text_bytes / tokens:.2f} per token)\n"
+            f"Train on them with: data.source={shlex.quote(str(plan.folder))} data.tokenizer={manifest.tokenizer.name}"
+        )
+
+    def write(self, plan: TokenizingPlan, tokenizer: Tokenizer, console: Console) -> None:
+        """Write the missing shards, or submit a job that does."""
+        from gecko.data.sources import sample_texts
+        from gecko.data.text_stream import SAMPLE, check_loss
+        from gecko.data.tokenize import RUN_FOLDER, run_here, run_on_ray, run_on_slurm, unfinished_slurm_job
+
+        parts = [part for task in plan.tasks for part in task.parts]
+        if told := check_loss(tokenizer, sample_texts(parts, SAMPLE), allowed=self.allow_loss):
+            console.print(told)
+        if self.executor == "slurm":
+            status = f"Slurm job {(job := unfinished_slurm_job(plan))} has not ended"
+            if job is None:  # two jobs would write the same files
+                workers, partition = self.workers or len(plan.tasks), self.partition or ""
+                status = f"submitted as Slurm job {run_on_slurm(plan, workers, partition=partition, hours=self.hours)}"
+            console.print(f"{status}; its logs are in {plan.folder / RUN_FOLDER}")
+            return
+        with _shard_progress(plan, console):
+            if self.executor == "ray":
+                run_on_ray(plan, self.workers or len(plan.tasks))
+            else:
+                for _ in run_here(plan, tokenizer, self.workers or os.cpu_count() or 1):
+                    pass
+
+
+@contextmanager
+def _shard_progress(plan: TokenizingPlan, console: Console) -> Iterator[None]:
+    """Show the number of finished shards and of tokens on disk, computed from the sizes of the files."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    ended = Event()
+    columns = (
+        TextColumn("tokenizing"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("shards"),
+        TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("tokenizing", total=len(plan.tasks), tokens="-")
+
+        def refresh() -> None:
+            shards, tokens = _on_disk(plan)
+            progress.update(bar, completed=shards, tokens=f"{tokens:,}")
+
+        def watch() -> None:
+            # Listing thousands of files takes long, so large corpora are refreshed less often.
+            while not ended.wait(0.5 * (1 + len(plan.tasks) // 1000)):
+                refresh()
+
+        thread = Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            refresh()
+
+
+def _on_disk(plan: TokenizingPlan) -> tuple[int, int]:
+    """Return the number of finished shards, and of tokens in all shards including unfinished ones."""
+    size, records = 0, 0
+    with os.scandir(plan.folder) as entries:
+        for entry in entries:
+            # NAME.ds, or .NAME.ds.SUFFIX while it is written.
+            kind = entry.name.lstrip(".").split(".")[1:]
+            records += kind == ["json"] and entry.name[0].isdigit()
+            if kind[:1] == ["ds"] and kind[1:2] not in (["index"], ["bytes"]):
+                with suppress(FileNotFoundError):  # it was renamed meanwhile
+                    size += entry.stat().st_size
+    return records, size // plan.tokenizer.dtype.itemsize
 
 
 class Train(Command):
@@ -66,7 +215,10 @@ class Train(Command):
     def run(self) -> None:
         begin = time.perf_counter()
         if self.show_list:
-            _list_recipes()
+            from gecko.recipes import RECIPES
+
+            about = ((name, inspect.getdoc(recipe) or "") for name, recipe in RECIPES.items())
+            _print_aligned(((name, text.partition("\n")[0].replace("``", "")) for name, text in about), 20)
             return
         from gecko.parallel.mesh import only_first_rank_reports
         from gecko.recipes import apply_overrides, get_recipe, shown
@@ -80,33 +232,22 @@ class Train(Command):
         if self.show:
             _print_aligned(shown(run), 35)
         elif self.replay is not None:
-            _print(replayed(run, self.replay))
+            for line in replayed(run, self.replay):
+                echo(line)
         else:
             train(run, resume=self.resume, begin=begin)
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        echo(line)
 
 
 def _print_aligned(rows: Iterable[tuple[str, str]], width: int) -> None:
     """Print a name of up to ``width`` characters and its meaning per line; on a terminal the meaning is wrapped."""
     if not sys.stdout.isatty():
-        _print(f"{name:<{width - 1}} {meaning}" for name, meaning in rows)
+        for name, meaning in rows:
+            echo(f"{name:<{width - 1}} {meaning}")
         return
-
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, meaning in rows:
         table.add_row(name, meaning)
     Terminal().print(table)
-
-
-def _list_recipes() -> None:
-    from gecko.recipes import RECIPES
-
-    about = {name: inspect.getdoc(recipe) or "" for name, recipe in RECIPES.items()}
-    _print_aligned([(name, text.partition("\n")[0].replace("``", "")) for name, text in about.items()], 20)
 
 
 class Finetune(TakesTokenizer):
@@ -161,32 +302,25 @@ class Finetune(TakesTokenizer):
         from gecko.recipes.finetune import finetuning_run
 
         folder, begun = find_model(self.model), Path(out).expanduser() / "recipe.json"
-        if self.resume and begun.is_file():
-            run = apply_overrides(get_recipe(str(begun)), self.overrides)
-            self.check_same(run, folder)
-            return run
-        return finetuning_run(
-            folder, self.chats, output=out, tokenizer=self.tokenizer, lora_rank=self.lora, epochs=self.epochs,
-            overrides=self.overrides,
-        )  # fmt: skip
-
-    def check_same(self, run: Run, folder: Path) -> None:
-        """Raise ValueError if the command names other things than the run that it would resume."""
-        begun = {"MODEL": run.init_from, "CHATS": run.data.source, "--lora": run.lora_rank}
-        named = {"MODEL": str(folder), "CHATS": self.chats, "--lora": self.lora}
+        if not (self.resume and begun.is_file()):
+            return finetuning_run(
+                folder, self.chats, output=out, tokenizer=self.tokenizer, lora_rank=self.lora, epochs=self.epochs,
+                overrides=self.overrides,
+            )  # fmt: skip
+        run = apply_overrides(get_recipe(str(begun)), self.overrides)
         # A run that was resumed has a newer checkpoint.
-        if run.init_from is not None and Path(run.init_from).parent == folder.parent:
-            named["MODEL"] = run.init_from
-        for name, value in named.items():
-            if value != begun[name]:
+        same_run = run.init_from is not None and Path(run.init_from).parent == folder.parent
+        for name, begun_with, given in (
+            ("MODEL", run.init_from, run.init_from if same_run else str(folder)),
+            ("CHATS", run.data.source, self.chats),
+            ("--lora", run.lora_rank, self.lora),
+        ):
+            if given != begun_with:
                 raise ValueError(
-                    f"{name} must be what the run in {run.folder} was begun with, {begun[name]}; got {value}. Leave "
+                    f"{name} must be what the run in {run.folder} was begun with, {begun_with}; got {given}. Leave "
                     "it as it was, or start a new run with another --out."
                 )
-
-
-T = TypeVar("T")
-_OVERRIDE = re.compile(r"[a-z_][a-z0-9_.]*=")
+        return run
 
 
 class Compare(Command):
@@ -226,8 +360,8 @@ class Compare(Command):
         from gecko.experiments.compare import ComparisonPlan, Tuning, check_packages, compare
 
         check_packages()
-        overrides = [argument for argument in self.arguments if _OVERRIDE.match(argument)]
-        recipes = [argument for argument in self.arguments if not _OVERRIDE.match(argument)]
+        overrides = [argument for argument in self.arguments if re.match(r"[a-z_][a-z0-9_.]*=", argument)]
+        recipes = [argument for argument in self.arguments if argument not in overrides]
         if (self.learning_rates is None) != (self.tuning_steps is None):
             raise ValueError(
                 "--learning-rates and --tuning-steps go together, such as --learning-rates 2e-3,4e-3 --tuning-steps "
@@ -238,8 +372,7 @@ class Compare(Command):
             tuning = Tuning(_listed(self.learning_rates, float, "--learning-rates"), self.tuning_steps)
         seeds = _listed(self.seeds, int, "--seeds")
         plan = ComparisonPlan.of(recipes, overrides, self.out, seeds=seeds, tuning=tuning, tolerance=self.tolerance)
-        console = Terminal(soft_wrap=True)
-        command = command_line()
+        console, command = Terminal(soft_wrap=True), command_line()
         outcome = compare(plan, jobs=self.jobs, command=command, console=console)
         if outcome.page is not None:
             console.print(f"page: {outcome.page}")

@@ -9,23 +9,20 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
-from gecko.plan.counts import FLOAT, HALF, Flops, counts_of
+from gecko.plan.counts import FLOAT, HALF, counts_of, group_sizes, state_memory, step_memory
 from gecko.plan.device import GRADIENTS, KEPT, LOSS, OPTIMIZER, PARAMETERS, WORK
-from gecko.plan.memory import group_sizes, state_memory, step_memory
 from gecko.records import unknown_name
 from gecko.train.run import Run
 from gecko.train.throughput import PEAK_FLOPS, flops_per_token
 
 __all__ = ["GPU", "GPUS", "Assumptions", "Plan", "find_gpu", "find_plan", "make_plan"]
 
-
 GPUS_PER_NODE = 8
-DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,6 @@ class GPU:
 
     name: str
     memory: int
-    """Memory in bytes."""
     peak: float
     """Peak dense FLOP/s in bfloat16."""
     node_link: float
@@ -59,18 +55,11 @@ def find_gpu(name: str) -> GPU:
     return GPUS[name.lower()]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """One kind of communication in a step."""
+class Traffic(NamedTuple):
+    """One kind of communication in a step: bytes that each GPU sends, and bytes/s."""
 
     size: float
-    """Bytes that each GPU sends."""
     bandwidth: float
-    """Bytes/s."""
-
-    @property
-    def seconds(self) -> float:
-        return self.size / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -83,62 +72,77 @@ class Assumptions:
     """Fraction of compute time that can hide communication."""
 
 
-@dataclass(frozen=True)
 class Plan:
     """Estimate of a run: sizes in bytes and times in seconds, for one GPU and one step unless stated otherwise.
 
-    Memory is measured when it is first asked for, by a dry run, which takes seconds.
+    Memory is measured when it is first asked for, by a dry run, which takes seconds. Raise ValueError if the batch and
+    its rows cannot be divided among the GPUs.
     """
 
-    run: Run
-    gpu: GPU
-    sizes: MeshSizes
-    assumptions: Assumptions
-
-    @property
-    def gpus(self) -> int:
-        return self.sizes.replicate * self.sizes.shard * self.sizes.context
-
-    @property
-    def divided(self) -> int:
+    def __init__(self, run: Run, gpu: GPU, sizes: MeshSizes, assumptions: Assumptions) -> None:
+        self.run, self.gpu, self.sizes, self.assumptions = run, gpu, sizes, assumptions
+        self.mode, parts, counts = run.activation_checkpointing, run.gradient_accumulation_steps, counts_of(run.model)
+        self.divided = sizes.shard * sizes.context
         """GPUs among which parameters, gradients and optimizer state are divided."""
-        return self.sizes.shard * self.sizes.context
-
-    @property
-    def rows(self) -> int:
+        self.gpus = sizes.replicate * self.divided
+        rank_rows = run.rows_per_rank(sizes.data_ranks)
+        self.rows = rank_rows // parts
         """Rows of a GPU's forward pass."""
-        return self.run.rows_per_rank(self.sizes.data_ranks) // self.run.gradient_accumulation_steps
-
-    @property
-    def itemsize(self) -> int:
+        self.tokens = run.tokens_per_step / self.gpus
+        """Tokens per GPU and step."""
+        self.tokens_at_once = self.tokens / parts
+        self.itemsize = FLOAT if run.precision == "float32" else HALF
         """Bytes per number of matrix products."""
-        return FLOAT if self.run.precision == "float32" else HALF
+        self.flops = counts.flops(run.sequence_length)
+        """FLOPs per token, by part."""
+        kept = {"none": set(self.flops), "selective": {"linear", "head"}, "full": {"head"}}[self.mode]
+        self.recomputed = sum(part.forward for name, part in self.flops.items() if name not in kept)
+        """FLOPs per token of the second forward pass."""
+        if self.mode == "full":
+            # A block's last product is not needed for any gradient inside it, and PyTorch stops before it.
+            self.recomputed -= 2.0 * run.model.num_layers * run.model.model_dim * run.model.ffn_dim
+        sent, copies = parts * (self.divided - 1) / self.divided, (sizes.replicate - 1) / sizes.replicate
+        groups = group_sizes(run.model, bfloat16=self.itemsize == HALF)
+        exchanged = counts.context_bytes(self.itemsize, sizes.context) if sizes.context > 1 else 0
+        self.traffic = {
+            "gather weights": self._ring(sent * (2 * groups.blocks + groups.rest), self.divided),
+            "reduce gradients": self._ring(sent * groups.gradients, self.divided),
+            "sum over replicas": self._ring(2 * copies * groups.gradients / self.divided, self.gpus),
+            "context exchange": self._ring(2 * rank_rows * run.model.num_layers * exchanged, sizes.context),
+        }
+        """Communication in a step, by kind. In a ring, each of n ranks sends (n − 1) / n of the whole."""
+        flops = sum(part.total for part in self.flops.values()) + self.recomputed
+        self.computing = self.tokens * flops / (gpu.peak * assumptions.efficiency)
+        self.communicating = sum(kind.size / kind.bandwidth for kind in self.traffic.values())
+        self.step_seconds = self.computing + max(0.0, self.communicating - assumptions.overlap * self.computing)
+        self.days = None if run.steps is None else run.steps * self.step_seconds / 86_400
+        """Days for all steps; None if the run has no number of steps."""
+        self.gpu_hours = None if self.days is None else self.days * 24 * self.gpus
 
-    @cached_property
-    def _peak(self) -> tuple[dict[str, int], str]:
-        if self.measured:
-            return step_memory(self.run, self.sizes)
-        muon = self.run.optimizer.name == "muon"
-        return state_memory(self.run.model, self.divided, muon=muon), "the optimizer"
+    def _ring(self, size: float, ranks: int) -> Traffic:
+        """Return the communication in a ring of ``ranks`` GPUs, which is as fast as its slowest link."""
+        return Traffic(size, self.gpu.node_link if ranks <= GPUS_PER_NODE else self.gpu.network)
 
     @property
     def measured(self) -> bool:
         """Whether ``memory`` is that of a whole step. Without Triton it is that of the weights and their optimizer."""
         return triton_kernels_installed()
 
+    @cached_property
+    def peak(self) -> tuple[dict[str, int], str]:
+        """Bytes at the peak by kind, and the part of the step in which it is."""
+        if self.measured:
+            return step_memory(self.run, self.sizes)
+        muon = self.run.optimizer.name == "muon"
+        return state_memory(self.run.model, self.divided, muon=muon), "the optimizer"
+
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes at the peak, by kind."""
-        return self._peak[0]
+        return self.peak[0]
 
     @property
     def total(self) -> int:
         return sum(self.memory.values())
-
-    @property
-    def moment(self) -> str:
-        """Part of the step in which the peak is."""
-        return self._peak[1]
 
     @property
     def fits(self) -> bool | None:
@@ -146,78 +150,11 @@ class Plan:
         fits = self.total <= self.gpu.memory
         return fits if self.measured or not fits else None
 
-    @cached_property
-    def flops(self) -> dict[str, Flops]:
-        """FLOPs per token, by part."""
-        return counts_of(self.run.model).flops(self.run.sequence_length)
-
-    @cached_property
-    def recomputed(self) -> float:
-        """FLOPs per token of the second forward pass: of whole blocks with ``full``, of all but linear layers with
-        ``selective``."""
-        mode, config = self.run.activation_checkpointing, self.run.model
-        kept = {"none": set(self.flops), "selective": {"linear", "head"}, "full": {"head"}}[mode]
-        flops = sum(part.forward for name, part in self.flops.items() if name not in kept)
-        # A block's last product is not needed for any gradient inside it, and PyTorch stops before it.
-        return flops - (2.0 * config.num_layers * config.model_dim * config.ffn_dim if mode == "full" else 0)
-
-    @cached_property
-    def traffic(self) -> dict[str, Traffic]:
-        """Communication in a step, by kind.
-
-        Collectives use ring algorithms: each of n ranks sends (n − 1) / n of the whole.
-        """
-        run, sizes, divided, parts = self.run, self.sizes, self.divided, self.run.gradient_accumulation_steps
-        groups = group_sizes(run.model, bfloat16=self.itemsize == HALF)
-        sent, copies = parts * (divided - 1) / divided, (sizes.replicate - 1) / sizes.replicate
-        exchanged = counts_of(run.model).context_bytes(self.itemsize, sizes.context) if sizes.context > 1 else 0
-        exchange = 2 * run.rows_per_rank(sizes.data_ranks) * run.model.num_layers * exchanged
-        link = self._link(divided)
-        return {
-            "gather weights": Traffic(sent * (2 * groups.blocks + groups.rest), link),
-            "reduce gradients": Traffic(sent * groups.gradients, link),
-            "sum over replicas": Traffic(
-                2 * copies * groups.gradients / divided, self._link(divided * sizes.replicate)
-            ),
-            "context exchange": Traffic(exchange, self._link(sizes.context)),
-        }
-
-    def _link(self, ranks: int) -> float:
-        """Return the bandwidth of a ring of ``ranks`` GPUs, which is that of its slowest link."""
-        return self.gpu.node_link if ranks <= GPUS_PER_NODE else self.gpu.network
-
-    @property
-    def tokens(self) -> float:
-        """Tokens per GPU and step."""
-        return self.run.tokens_per_step / self.gpus
-
-    @property
-    def computing(self) -> float:
-        flops = sum(part.total for part in self.flops.values()) + self.recomputed
-        return self.tokens * flops / (self.gpu.peak * self.assumptions.efficiency)
-
-    @property
-    def communicating(self) -> float:
-        return sum(kind.seconds for kind in self.traffic.values())
-
-    @property
-    def step_seconds(self) -> float:
-        return self.computing + max(0.0, self.communicating - self.assumptions.overlap * self.computing)
-
     @property
     def utilisation(self) -> float:
         """Model FLOPs utilization (MFU), as training reports it."""
         needed = flops_per_token(self.run.model, self.run.sequence_length)
         return self.tokens * needed / (self.step_seconds * self.gpu.peak)
-
-    @property
-    def days(self) -> float | None:
-        """Days for all steps; None if the run has no number of steps."""
-        return None if self.run.steps is None else self.run.steps * self.step_seconds / DAY
-
-    @property
-    def gpu_hours(self) -> float | None:
-        return None if self.days is None else self.days * 24 * self.gpus
 
     @property
     def command(self) -> str:
@@ -236,9 +173,7 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
     mesh, remedy = run.parallel, "--gpus: with parallel.replicate=1 parallel.shard=none a multiple of context"
-    sizes = MeshSizes.of(gpus, mesh.replicate, mesh.shard, mesh.context, remedy)
-    run.rows_per_rank(sizes.data_ranks)  # raises an error if there is none
-    return Plan(run, gpu, sizes, assumptions)
+    return Plan(run, gpu, MeshSizes.of(gpus, mesh.replicate, mesh.shard, mesh.context, remedy), assumptions)
 
 
 MODES = get_args(ActivationCheckpointing)
@@ -251,15 +186,9 @@ def find_plan(
     """Return the plan of ``run`` if it fits, else the fastest one with other settings that fits.
 
     A dry run takes seconds, so few are made: for each way of checkpointing, the settings that need the least memory,
-    and then those that should fit by what these need. Without Triton the settings that need the least are returned.
-    Raise ValueError if the batch and its rows cannot be divided among the GPUs.
-
-    Args:
-        kept: names of settings that stay as they are.
-        measure: called with each plan before its memory is used.
-
-    Returns:
-        If none fits, the plan that needs the least memory.
+    and then those that should fit by what these need. Without Triton, or if none fits, the settings that need the least
+    are returned. Settings named in ``kept`` stay as they are; ``measure`` is called with each plan before its memory is
+    used. Raise ValueError if the batch and its rows cannot be divided among the GPUs.
     """
     try:
         own = make_plan(run, gpus, gpu, assumptions)
@@ -272,32 +201,32 @@ def find_plan(
     plans = list(_plans(run, gpus, gpu, assumptions, kept))
     if not plans:
         return make_plan(run, gpus, gpu, assumptions)
-    lightest = {_mode(plan): plan for plan in sorted(plans, key=_need, reverse=True)}
+    lightest = {plan.mode: plan for plan in sorted(plans, key=_need, reverse=True)}
     if not plans[0].measured:
         return min(plans, key=_need)
     near: dict[str, Plan] = {}
     for plan in sorted(plans, key=lambda plan: (plan.step_seconds, plan.communicating)):
-        if (mode := _mode(plan)) not in near:
-            measure(lightest[mode])
-            near[mode] = lightest[mode]
-        if _at_least(plan, near[mode]) <= gpu.memory:
+        if plan.mode not in near:
+            measure(lightest[plan.mode])
+            near[plan.mode] = lightest[plan.mode]
+        if _at_least(plan, near[plan.mode]) <= gpu.memory:
             measure(plan)
             if plan.fits:
                 return plan
-            near[mode] = plan
+            near[plan.mode] = plan
     return min(lightest.values(), key=lambda plan: plan.total)
 
 
 def _plans(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions, kept: Collection[str]) -> Iterator[Plan]:
     """Yield the plans of all settings that ``run`` can be trained with."""
-    ranks = _divisors(gpus)
-    for replicate, context, mode, parts in product(ranks, ranks, MODES, _divisors(run.batch_size)):
+    ranks, parts = ([n for n in range(1, number + 1) if number % n == 0] for number in (gpus, run.batch_size))
+    for replicate, context, mode, accumulated in product(ranks, ranks, MODES, parts):
         mesh, shard = run.parallel, gpus // (replicate * context)
         settings = {
             "parallel.replicate": (mesh.replicate, replicate), "parallel.shard": (mesh.shard or shard, shard),
             "parallel.context": (mesh.context, context),
             "activation_checkpointing": (run.activation_checkpointing, mode),
-            "gradient_accumulation_steps": (run.gradient_accumulation_steps, parts),
+            "gradient_accumulation_steps": (run.gradient_accumulation_steps, accumulated),
         }  # fmt: skip
         changes = {name: new for name, (old, new) in settings.items() if new != old}
         if replicate * shard * context == gpus and not changes.keys() & kept:
@@ -308,27 +237,14 @@ def _plans(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions, kept: Collec
                 continue
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _mode(plan: Plan) -> str:
-    return plan.run.activation_checkpointing
-
-
-def _tokens(plan: Plan) -> float:
-    """Return the tokens that a GPU computes at once."""
-    return plan.tokens / plan.run.gradient_accumulation_steps
-
-
 def _need(plan: Plan) -> tuple[float, ...]:
     """Return what orders plans by their need of memory, without measuring it."""
-    return -MODES.index(_mode(plan)), _tokens(plan), -plan.divided
+    return -MODES.index(plan.mode), plan.tokens_at_once, -plan.divided
 
 
 def _at_least(plan: Plan, known: Plan) -> float:
     """Return about the fewest bytes of ``plan``, from the memory of one with the same checkpointing."""
-    shares, tokens = known.divided / plan.divided, _tokens(plan) / _tokens(known)
+    shares, tokens = known.divided / plan.divided, plan.tokens_at_once / known.tokens_at_once
     accumulates = plan.run.gradient_accumulation_steps > 1 or known.run.gradient_accumulation_steps == 1
     growth = {PARAMETERS: shares, OPTIMIZER: shares, GRADIENTS: shares * accumulates, KEPT: tokens}
     growth |= dict.fromkeys((WORK, LOSS), min(1.0, tokens))

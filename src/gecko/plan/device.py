@@ -15,11 +15,10 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
-from typing import Any
+from itertools import permutations, zip_longest
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -64,14 +63,10 @@ class FakeGPU(TorchDispatchMode):
         """Context in which code uses the device."""
         on_gpu = patch.object(self._module.FakeTensor, "is_cuda", True, create=True)
         capability = patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # broadcasts ask for it
-        with ExitStack() as stack:
-            for context in (self._fakes, on_gpu, capability, self):
-                stack.enter_context(context)
+        with self._fakes, on_gpu, capability, self:
             yield
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it computes with its local tensors, which come here
@@ -83,9 +78,7 @@ class FakeGPU(TorchDispatchMode):
             watch(operation, arguments, given, result)
         return result
 
-    def _computed(
-        self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], given: list[Tensor]
-    ) -> Any:
+    def _computed(self, operation: Any, arguments: Any, options: Any, given: list[Tensor]) -> Any:
         if any(map(is_on_device, given)):
             if operation in _READS:
                 return 1.0 if arguments[0].is_floating_point() else 1  # losses and norms are finite
@@ -98,15 +91,13 @@ class FakeGPU(TorchDispatchMode):
         with self._module.unset_fake_temporarily():
             return operation(*arguments, **options)
 
-    def _on_device(
-        self, operation: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], given: list[Tensor]
-    ) -> Any:
-        if not all(map(is_on_device, given)):
-            arguments, options = tree_map_only(Tensor, self._placed, (arguments, options))
-        return operation(*arguments, **options)
+    def _on_device(self, operation: Any, arguments: Any, options: Any, given: list[Tensor]) -> Any:
+        def placed(x: Tensor) -> Tensor:
+            return x if is_on_device(x) else self._fakes.from_tensor(x, static_shapes=True)
 
-    def _placed(self, x: Tensor) -> Tensor:
-        return x if is_on_device(x) else self._fakes.from_tensor(x, static_shapes=True)
+        if not all(map(is_on_device, given)):
+            arguments, options = tree_map_only(Tensor, placed, (arguments, options))
+        return operation(*arguments, **options)
 
 
 UNIT = 512
@@ -119,15 +110,12 @@ _COMMUNICATION = "c10d", "_c10d_functional", "fsdp"
 """Namespaces of the operations on communication buffers."""
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The largest memory in use at one time: its bytes, in total and by use, and the part of the step."""
 
     total: int
     uses: dict[str, int]
-    """Bytes at that time, by use."""
     moment: str
-    """Part of the step."""
 
 
 class MemoryLedger:
@@ -213,8 +201,7 @@ class MemoryLedger:
     def _update(self, storage: torch.UntypedStorage) -> None:
         if (known := self._alive.get(storage._cdata)) is None:
             return
-        number, before, reference = known
-        size = -(-storage.nbytes() // UNIT) * UNIT
+        (number, before, reference), size = known, -(-storage.nbytes() // UNIT) * UNIT
         if size != before:
             self._changes.append((number, size - before, self.moment))
             self._alive[storage._cdata] = number, size, reference
@@ -225,11 +212,9 @@ class MemoryLedger:
 
 
 _SEND, _RECEIVE = "send", "recv_"
-_WAIT = "wait_tensor"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective, send or receive."""
 
     operation: str
@@ -252,40 +237,21 @@ class Trace:
         self.calls: list[Call] = []
 
     def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
-        if operation.namespace not in ("c10d", "_c10d_functional") or operation._opname == _WAIT:
-            return
-        name, ranks = operation._opname, tuple(dist.get_process_group_ranks(group_of_collective(operation, arguments)))
-        tensors = tuple((str(x.dtype).removeprefix("torch."), x.numel()) for x in given)
-        peer = ranks[arguments[2]] if name in (_SEND, _RECEIVE) else None
-        self.calls.append(Call(name, ranks, tensors, peer))
+        name = operation._opname
+        if operation.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            ranks = tuple(dist.get_process_group_ranks(group_of_collective(operation, arguments)))
+            tensors = tuple((str(x.dtype).removeprefix("torch."), x.numel()) for x in given)
+            self.calls.append(Call(name, ranks, tensors, ranks[arguments[2]] if name in (_SEND, _RECEIVE) else None))
 
-    def restart(self) -> None:
-        """Forget the calls so far."""
-        self.calls.clear()
-
-    def add(self, operation: str, group: Iterable[int]) -> None:
-        """Add a collective on values of the host."""
-        self.calls.append(Call(operation, tuple(group), ()))
-
-    def collectives(self) -> dict[tuple[int, ...], list[Call]]:
-        """Return the collectives by process group."""
-        found = defaultdict(list)
+    def parts(self) -> Mapping[tuple[Any, ...], list[Call]]:
+        """Return the collectives by process group, and the sends and receives by operation and the other rank."""
+        found: dict[tuple[Any, ...], list[Call]] = defaultdict(list)
         for call in self.calls:
-            if call.peer is None:
-                found[call.group].append(call)
-        return found
-
-    def messages(self, operation: str) -> dict[int, list[Call]]:
-        """Return the sends or receives by the other rank."""
-        found = defaultdict(list)
-        for call in self.calls:
-            if call.operation == operation and call.peer is not None:
-                found[call.peer].append(call)
+            found[call.group if call.peer is None else (call.operation, call.peer)].append(call)
         return found
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What was compared."""
 
     groups: int
@@ -299,42 +265,31 @@ class Agreement:
 def check_traces(traces: Mapping[int, Trace]) -> Agreement:
     """Compare the traces of some ranks, by rank. Raise ValueError if two ranks of a process group start different
     collectives, or a send has no receive, or a receive no send, among these ranks."""
-    groups: dict[tuple[int, ...], dict[int, list[Call]]] = defaultdict(dict)
-    for rank, trace in traces.items():
-        for group, calls in trace.collectives().items():
-            for member in group:
-                if member in traces:
-                    groups[group].setdefault(member, [])
-            groups[group][rank] = calls
-    for group, members in groups.items():
-        first, *others = members
+    parts = {rank: trace.parts() for rank, trace in traces.items()}
+    groups = {call.group for trace in traces.values() for call in trace.calls if call.peer is None}
+    compared = collectives = messages = 0
+    for group in sorted(groups, key=len):
+        first, *others = (rank for rank in group if rank in traces)
         for other in others:
-            _check_equal(first, members[first], other, members[other], f"the process group of ranks {_shown(group)}")
-    paired = sum(_check_messages(traces, source, target) for source in traces for target in traces if source != target)
-    compared = sum(len(members) > 1 for members in groups.values())
-    collectives = sum(len(calls) for members in groups.values() for calls in members.values())
-    return Agreement(compared, round(collectives / len(traces)), paired)
-
-
-def _check_equal(first: int, expected: list[Call], other: int, calls: list[Call], where: str) -> None:
-    for i, (a, b) in enumerate(zip_longest(expected, calls)):
-        if a != b:
-            raise ValueError(
-                f"all ranks of a process group must start the same collectives in the same order; in {where}, number "
-                f"{i + 1} is {a or 'none'} on rank {first} and {b or 'none'} on rank {other}. Training would hang."
-            )
-
-
-def _check_messages(traces: Mapping[int, Trace], source: int, target: int) -> int:
-    sent = traces[source].messages(_SEND).get(target, [])
-    received = traces[target].messages(_RECEIVE).get(source, [])
-    for i, (a, b) in enumerate(zip_longest(sent, received)):
-        if a is None or b is None or (a.group, a.tensors) != (b.group, b.tensors):
-            raise ValueError(
-                f"each send must have a receive of the same tensor; from rank {source} to rank {target}, number "
-                f"{i + 1} is {a or 'no send'} and {b or 'no receive'}. Training would hang."
-            )
-    return len(sent)
+            for i, (a, b) in enumerate(zip_longest(parts[first][group], parts[other][group])):
+                if a != b:
+                    raise ValueError(
+                        "all ranks of a process group must start the same collectives in the same order; in the "
+                        f"process group of ranks {_shown(group)}, number {i + 1} is {a or 'none'} on rank {first} and "
+                        f"{b or 'none'} on rank {other}. Training would hang."
+                    )
+        compared += bool(others)
+        collectives += sum(len(parts[rank][group]) for rank in (first, *others))
+    for source, target in permutations(traces, 2):
+        sent, received = parts[source][_SEND, target], parts[target][_RECEIVE, source]
+        for i, (a, b) in enumerate(zip_longest(sent, received)):
+            if a is None or b is None or (a.group, a.tensors) != (b.group, b.tensors):
+                raise ValueError(
+                    f"each send must have a receive of the same tensor; from rank {source} to rank {target}, number "
+                    f"{i + 1} is {a or 'no send'} and {b or 'no receive'}. Training would hang."
+                )
+        messages += len(sent)
+    return Agreement(compared, round(collectives / len(traces)), messages)
 
 
 def _shown(group: tuple[int, ...]) -> str:

@@ -5,12 +5,17 @@ block changes the bytes in use at each moment of a step by the same number: in t
 backward pass of the first and the last blocks, and in the update. The bytes in the backward pass of the blocks between
 these lie on a line, so the most are at one of its ends. ``tests/plan/test_dry_run.py`` compares with whole models: the
 bytes are equal. Rows differ by their documents alone, so one more row changes the bytes by nearly the same number.
+
+``verify`` runs whole models: it checks whether the ranks' collectives fit together, and the memory of each.
 """
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -22,30 +27,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import gecko.plan.device as device
+from gecko.config import GeckoConfig
 from gecko.data import IGNORED, Batch
-from gecko.models import LanguageModel, ModelConfig, meta_model
+from gecko.models import LanguageModel, ModelConfig, build_model, meta_model
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.context import ContextGroup
 from gecko.parallel.mesh import MeshSizes, Ranks
 from gecko.parallel.sharding import empty_sharded_model, whole
-from gecko.plan.device import (
-    CARRIED,
-    DEVICE,
-    GRADIENTS,
-    KEPT,
-    LOSS,
-    OPTIMIZER,
-    OTHER,
-    PARAMETERS,
-    WORK,
-    FakeGPU,
-    MemoryLedger,
-    Peak,
-    Trace,
-)
+from gecko.plan.device import DEVICE, Agreement, Call, FakeGPU, MemoryLedger, Peak, Trace, check_traces
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run, ScheduleSettings
-from gecko.train.model import configured
+from gecko.train.model import compile_block, configured
 from gecko.train.optimizer import build_optimizer
 from gecko.train.step import CarriedState, SpikeRule, Step, carried_state, split_batch
 
@@ -68,8 +61,7 @@ def dry_step(run: Run, sizes: MeshSizes, rank: int) -> tuple[MemoryLedger, Trace
     hold random documents, other ones for each data rank.
     """
     run = replace(run, compile=False, precision="float32" if run.precision == "float32" else "bfloat16")
-    ledger, trace = MemoryLedger(), Trace()
-    batch = random_batch(run, sizes, rank)
+    ledger, trace, batch = MemoryLedger(), Trace(), random_batch(run, sizes, rank)
     with connected(sizes, rank, trace) as ranks, FakeGPU(ledger.see, trace.see).running(), ledger.recording():
         _step(run, ranks, batch, ledger, trace)
     return ledger, trace
@@ -97,7 +89,7 @@ class _DryRanks(Ranks):
         return super().sharding_mesh
 
     def broadcast(self, value: T) -> T:
-        self.trace.add("broadcast_object", range(self.world))
+        self.trace.calls.append(Call("broadcast_object", tuple(range(self.world)), ()))
         return value
 
 
@@ -129,20 +121,20 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     else:
         model = model.to_empty(device=DEVICE)
         model.tie()
-    ledger.mark(_local(model.parameters()), PARAMETERS)
+    ledger.mark(_local(model.parameters()), device.PARAMETERS)
     optimizer = build_optimizer(model, run.optimizer)
-    ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), OPTIMIZER)
+    ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), device.OPTIMIZER)
     carried = carried_state(run, model, ranks)
     _prepare(model, optimizer)
     _watch_parts(model, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
     step = Step(model, optimizer, run.optimizer.clip, run.precision, rule, ranks, carried)
     _mark_carried(carried, ledger)
-    ledger.use, ledger.moment = WORK, FORWARD
+    ledger.use, ledger.moment = device.WORK, FORWARD
     ledger.restart()
-    trace.restart()
+    trace.calls.clear()
     step.start(split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks), run.optimizer.learning_rate)
-    ledger.mark(_local(parameter.grad for parameter in model.parameters()), GRADIENTS)
+    ledger.mark(_local(parameter.grad for parameter in model.parameters()), device.GRADIENTS)
     if carried is not None:
         carried.advance()
         _mark_carried(carried, ledger)
@@ -150,11 +142,14 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
 
 def _mark_carried(carried: CarriedState | None, ledger: MemoryLedger) -> None:
     if carried is not None:
-        ledger.mark((x for state in carried.before for x in state.tensors().values()), CARRIED)
+        ledger.mark((x for state in carried.before for x in state.tensors().values()), device.CARRIED)
 
 
 def _prepare(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
-    """Clip and update without gradients: at its first call, DTensor finds shapes by operations on whole parameters."""
+    """Clip and update without gradients: at its first call, DTensor finds shapes by operations on whole parameters.
+
+    Nothing of it is in use afterwards.
+    """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
@@ -177,24 +172,24 @@ def _watch_parts(model: LanguageModel, optimizer: torch.optim.Optimizer, ledger:
 
     def start(*_: Any) -> None:
         if backward_pass() < 0:  # else the block is computed again
-            enter(FORWARD, WORK)
+            enter(FORWARD, device.WORK)
 
     def differentiate(number: int, _: Any) -> None:
         if number == last:
-            ledger.relabel(WORK, KEPT)
-        enter(backward_of(number), WORK)
+            ledger.relabel(device.WORK, device.KEPT)
+        enter(backward_of(number), device.WORK)
 
     def end(number: int, _: Any, __: Any, output: Any) -> None:
         if backward_pass() < 0:
             x = output[0] if isinstance(output, tuple) else output
             x.register_hook(partial(differentiate, number))
             if number == last:
-                enter(LOSS_MOMENT, LOSS)
+                enter(LOSS_MOMENT, device.LOSS)
 
     model.blocks[0].register_forward_pre_hook(start)
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(partial(end, number))
-    optimizer.register_step_pre_hook(lambda *_: enter(UPDATE, OTHER))
+    optimizer.register_step_pre_hook(lambda *_: enter(UPDATE, device.OTHER))
 
 
 DEPTHS = SHALLOW, DEEP = 3, 4
@@ -211,10 +206,7 @@ def check_kernels() -> None:
 
 
 def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
-    """Return the peak of ``dry_step(run, sizes, rank)`` from steps of at most four blocks and rows.
-
-    Raise ImportError if Triton is missing.
-    """
+    """Return the peak of ``dry_step(run, sizes, rank)`` from steps of at most four blocks and rows."""
     check_kernels()
     run = replace(run, schedule=ScheduleSettings())  # batches of its final size
     if (parts := run.gradient_accumulation_steps) > PARTS and not run.data.carry_state:
@@ -257,12 +249,10 @@ def _on_line(before: Peak, after: Peak, steps: float, moment: str) -> Peak:
 
 
 class BlockMemory(NamedTuple):
-    """Bytes of one block, besides its weights."""
+    """Bytes of one block, besides its weights: those that it keeps for backward, and the most while it reads."""
 
     kept: int
-    """Bytes that it keeps for backward."""
     work: int
-    """The most bytes that are in use while it reads."""
 
 
 @lru_cache(maxsize=4)
@@ -271,19 +261,110 @@ def block_memory(config: ModelConfig, dtype: torch.dtype, tokens: int) -> BlockM
 
     Operators are those of a GPU where Triton is installed, and PyTorch's elsewhere.
     """
-    one, two = (_read(config, depth, dtype, tokens, training=True) for depth in (1, 2))
-    return BlockMemory(two.kept - one.kept, _read(config, 1, dtype, tokens, training=False).work)
+
+    def read(depth: int, *, training: bool) -> BlockMemory:
+        """Return the memory of a model of ``depth`` blocks that reads a row, and keeps its hidden states."""
+        ledger = MemoryLedger()
+        with FakeGPU(ledger.see).running(), torch.set_grad_enabled(training):
+            model = meta_model(replace(config, num_layers=depth)).to(dtype).to_empty(device=DEVICE)
+            model.sharded = True  # else states name the model by the numbers of its weights
+            weights = ledger.in_use
+            ledger.restart()
+            hidden = model.hidden(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
+            kept = ledger.in_use - weights
+            del hidden
+            return BlockMemory(kept, ledger.peak().total - weights)
+
+    one, two = (read(depth, training=True) for depth in (1, 2))
+    return BlockMemory(two.kept - one.kept, read(1, training=False).work)
 
 
-def _read(config: ModelConfig, depth: int, dtype: torch.dtype, tokens: int, *, training: bool) -> BlockMemory:
-    """Return the memory of a model of ``depth`` blocks that reads a row, and keeps its hidden states."""
-    ledger = MemoryLedger()
-    with FakeGPU(ledger.see).running(), torch.set_grad_enabled(training):
-        model = meta_model(replace(config, num_layers=depth)).to(dtype).to_empty(device=DEVICE)
-        model.sharded = True  # else states name the model by the numbers of its weights
-        weights = ledger.in_use
-        ledger.restart()
-        hidden = model.hidden(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
-        kept = ledger.in_use - weights
-        del hidden
-        return BlockMemory(kept, ledger.peak().total - weights)
+TOLERANCE = 0.01
+"""Accepted difference of the plan's memory from that of the rank that needs most, whose rows hold other documents."""
+
+
+class Verification(NamedTuple):
+    """Results of the dry runs of a plan for some ranks; the peak is that of the rank that needs most memory."""
+
+    planned: int
+    """Bytes of the plan without the reserve, which a dry run does not see."""
+    ranks: tuple[int, ...]
+    peak: Peak
+    agreement: Agreement
+    graphs: dict[int, int]
+    """Number of compiled graphs by depth; empty if the run does not compile."""
+    seconds: float
+    host_bytes: int
+    """Most memory that the process had."""
+
+    @property
+    def difference(self) -> float:
+        """Planned bytes over those of the dry run, minus 1."""
+        return self.planned / self.peak.total - 1
+
+    @property
+    def passed(self) -> bool:
+        return abs(self.difference) <= TOLERANCE and len(set(self.graphs.values())) <= 1
+
+
+def representatives(sizes: MeshSizes) -> tuple[int, ...]:
+    """Return ranks at corners of the mesh: all that share a row of the first and last shard of the first copy, and of
+    the last shard of the last copy. So two members of a process group of every kind are among them."""
+    rows = {0, sizes.shard - 1, sizes.data_ranks - 1}
+    return tuple(row * sizes.context + part for row in sorted(rows) for part in range(sizes.context))
+
+
+def verify(run: Run, sizes: MeshSizes, memory: Mapping[str, int]) -> Verification:
+    """Run one step of ``run`` for the ``representatives`` of its mesh, and compare with the planned ``memory`` by kind.
+
+    Raise ValueError if the ranks' collectives or messages do not fit together, ImportError if Triton is missing.
+    """
+    check_kernels()
+    begin = time.perf_counter()
+    steps = {rank: dry_step(run, sizes, rank) for rank in representatives(sizes)}
+    agreement = check_traces({rank: trace for rank, (_, trace) in steps.items()})
+    peak = max((ledger.peak() for ledger, _ in steps.values()), key=lambda peak: peak.total)
+    depths = {min(2, run.model.num_layers), run.model.num_layers} if run.compile else set()
+    graphs = {depth: graph_count(run, depth) for depth in sorted(depths)}
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    planned = sum(size for part, size in memory.items() if part != "reserve")
+    return Verification(planned, tuple(steps), peak, agreement, graphs, time.perf_counter() - begin, host)
+
+
+def graph_count(run: Run, depth: int) -> int:
+    """Return the number of graphs of two calls, with other documents, of a narrow model of the run's architecture.
+
+    The model is real and on the CPU, whole rows on one rank: the graphs hold PyTorch's operations in place of kernels.
+    PyTorch traces and cuts them as in training, but generates no code.
+    """
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = build_model(replace(_narrowed(run.model), num_layers=depth))
+    model.activation_checkpointing = run.activation_checkpointing
+    for block in model.blocks:
+        compile_block(block, backend=keep)
+    try:
+        for lengths in ((48, 16), (30, 34)):
+            ids = torch.repeat_interleave(torch.tensor(lengths, device="cpu")).unsqueeze(0)
+            tokens = torch.zeros_like(ids)
+            model.loss(tokens, tokens, ids).backward()
+    finally:
+        torch.compiler.reset()
+    return len(graphs)
+
+
+def _narrowed(config: ModelConfig) -> ModelConfig:
+    """Return a config of the same architecture with few features."""
+    if isinstance(config, GeckoConfig):
+        return replace(
+            config, vocab_size=64, model_dim=64, key_dim=32, value_dim=64, num_heads=2, ffn_dim=64, chunk_size=16,
+            rope_frequencies=None, sinks=min(config.sinks, 16),
+            key_value_heads=None if config.key_value_heads is None else 1,
+            timestep_groups=4, norm_groups=min(config.norm_groups, 4), cema_modes=4,
+            rope_heads=None if config.rope_heads is None else min(config.rope_heads, 2),
+        )  # fmt: skip
+    return replace(config, vocab_size=64, model_dim=64, num_heads=2, ffn_dim=64, key_value_heads=None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gecko.data import check_vocabulary, load_tokenizer
@@ -41,7 +41,8 @@ def finetuning_run(
 
     A row has the length of the longest chat, rounded up to a power of two in 256 to 4,096 tokens; a step has 4 rows.
     The learning rate is 1e-3 for a width of 128, falls with the width, and is three times as large for adapters; it
-    rises for a tenth of the steps and falls to 0.
+    rises for a tenth of the steps and falls to 0. Raise FileNotFoundError or ValueError if there is no model, tokenizer
+    or chat, a line is no chat, or a setting is out of range.
 
     Args:
         model: model folder, or training run (its newest checkpoint).
@@ -51,10 +52,6 @@ def finetuning_run(
         lora_rank: rank of adapters; None: train all parameters.
         epochs: number of times that each chat is read, if the overrides set no ``steps``.
         overrides: ``key=value`` changes of the run's fields.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no model, tokenizer or chat, a line is no chat, or a setting is out of
-            range.
     """
     if not 0 < epochs <= MOST_EPOCHS:
         raise ValueError(f"epochs must be above 0 and at most {MOST_EPOCHS:,}; got {epochs:g}. Try 3.")
@@ -101,12 +98,12 @@ def _sized(run: Run, corpus: ChatCorpus, epochs: float, overrides: Sequence[str]
         training, _ = training.split(run.data.validation_fraction, run.seed)
     rows = ChatRows(training, run.sequence_length, run.seed).rows_per_epoch
     if "batch_size" not in given:
-        run = dataclasses.replace(run, batch_size=min(run.batch_size, rows))
+        run = replace(run, batch_size=min(run.batch_size, rows))
     if "steps" not in given:
-        run = dataclasses.replace(run, steps=max(1, math.ceil(epochs * rows / run.batch_size)))
+        run = replace(run, steps=max(1, math.ceil(epochs * rows / run.batch_size)))
     often = 100 if run.steps is None else max(1, run.steps // 5)
     if "evaluation.every" not in given:
-        run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, every=often))
+        run = replace(run, evaluation=replace(run.evaluation, every=often))
     if "checkpoint.every" not in given:
-        run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, every=often))
-    return dataclasses.replace(run, overrides=())
+        run = replace(run, checkpoint=replace(run.checkpoint, every=often))
+    return replace(run, overrides=())
