@@ -15,7 +15,7 @@ import kept
 from measuring import table
 
 from gecko.eval.results import wilson
-from gecko.experiments.figures import grouped
+from gecko.experiments.rows import grouped
 
 FOLDER = kept.FOLDER / "diagnose"
 RESOLUTION = "diagnose/resolution"

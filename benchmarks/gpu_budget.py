@@ -29,7 +29,7 @@ from launch_costs import COPY, PRODUCTS, Cost, costs, merged
 from measuring import RESULTS, parsed, parser_of, table
 
 from gecko.config import GeckoConfig
-from gecko.experiments.figures import grouped
+from gecko.experiments.rows import grouped
 from gecko.train.step import autocast
 
 LENGTH = 32_768

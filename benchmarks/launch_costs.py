@@ -28,7 +28,7 @@ from kernels.sass import Code, Instruction
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gecko.experiments.figures import grouped
+from gecko.experiments.rows import grouped
 from gecko.ops.backends.dispatch import Launch, blocks
 
 PROCESSORS, CLOCK = 132, 1.755e9

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from tables import WHERE, Interval, Table, arguments, best, over_seeds_and_documents, rows_of, trained
 from torch import Tensor
 
-from gecko.experiments.figures import grouped
+from gecko.experiments.rows import grouped
 from gecko.inference.prefill import inference
 from gecko.io.files import whole_folder
 from gecko.models.gecko import Gecko, load
