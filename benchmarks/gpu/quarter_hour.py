@@ -98,7 +98,13 @@ def _run(item: Item, record: Record, left: float, bench: Bench, restart: Callabl
         return end(f"needs a card with {item.needs / 1e9:.0f} GB; this one has {bench.memory / 1e9:.0f} GB")
     if left < LEAST:
         return end("no time was left")
-    with _watched(limit + GRACE, lambda: (end(f"hung after {limit:.0f} s"), restart())), misses(compiled):
+
+    def hung() -> None:
+        end(f"hung after {limit:.0f} s")
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a timer outlives the restart, and would end the new process
+        restart()
+
+    with misses(compiled), _watched(limit + GRACE, hung):
         reason, broken = _measured(item, limit, record), ""
         try:
             bench.settle()

@@ -92,7 +92,7 @@ def test_writes_that_leave_no_trace_change_the_name_and_what_is_decoded(write, n
     decoder = Decoder(model, 1)
 
     def decoded(model: gecko.Gecko, decoder: Decoder) -> tuple[torch.Tensor, gecko.GeckoState]:
-        decoder.clear()
+        decoder.resize(0)
         found = read(model, [text])
         with torch.inference_mode():
             decoder.add(found.state, found.seen)
