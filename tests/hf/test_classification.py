@@ -1,5 +1,7 @@
 """A classifier scores every text as alone, wherever its padding is, and keeps what it learns."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,3 +148,20 @@ def test_a_reward_model_learns(text_folder, tmp_path):
     ids = tokens(2, 9)
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_an_adapter_that_names_the_classifiers_old_module_loads(classifier, tmp_path):
+    """Without ``task_type`` PEFT stores the module of the class, which was ``gecko.hf.classification``."""
+    peft = pytest.importorskip("peft")
+    classifier.save_pretrained(tmp_path / "base")
+    base = GeckoForSequenceClassification.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["to_value"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    stored = json.loads(path.read_text())
+    stored["auto_mapping"]["parent_library"] = "gecko.hf.classification"
+    path.write_text(json.dumps(stored))
+    allowed = [stored["auto_mapping"]["parent_library"]]
+    again = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter", import_allowlist=allowed)
+    text = tokens(1, 9)
+    torch.testing.assert_close(again.eval()(text).logits, adapted.eval()(text).logits, rtol=0, atol=0)

@@ -149,7 +149,7 @@ class TemplateChat:
             raise ValueError(f"the chat template must be valid Jinja; {error}") from error
 
     def encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
-        """See ``PlainChat``. The prompt ends with all that the template writes before the text of an answer."""
+        """Encode as ``PlainChat.encode``. The prompt ends where the text of an answer begins."""
         messages, functions = self._known(messages, functions)
         text = self._prompt(messages, functions)
         self._outline(messages, [place for place, said in enumerate(messages) if said.role in _TOLD_ROLES], functions)
@@ -184,7 +184,7 @@ class TemplateChat:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """See ``PlainChat``. It is what the template writes in place of an answer that is a call."""
+        """The form in which the template writes an answer that is a call; see ``PlainChat.call_form``."""
         if not self._knows_functions:
             return PLAIN_FORM
         probe, asked, answer = _probe(), [Turn("user", ".")], Turn("assistant", _new_mark())

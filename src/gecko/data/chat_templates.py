@@ -1,4 +1,4 @@
-"""What chat templates work with: their special tokens, apart from the same characters in messages, and their Jinja.
+"""Jinja environment of chat templates, and their special tokens, which are kept apart from the same characters in text.
 
 The environment is that of transformers, in a sandbox that bounds work and memory, as a template is a program of the
 model's author. Each round, call, comparison and text in it is charged to a budget, in proportion to the size of the

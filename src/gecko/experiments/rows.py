@@ -52,7 +52,7 @@ class Row(NamedTuple):
     """Training seed; None if unknown."""
     evaluation: str
     text: tuple[Any, ...]
-    """What must be equal for values to be compared, such as texts and tokenizer; first the words for it."""
+    """Label of the measured texts, then the facts that two rows must share to be compared, such as the tokenizer."""
     case: Mapping[str, Any]
     """Case of the evaluation, such as ``{"context": 1024}``."""
     score: str
