@@ -52,7 +52,7 @@ KINDS = {
 }  # fmt: skip
 ELEMENTWISE = "element by element, and the rest"
 KERNELS = "kernels in C"
-"""Kind of the autograd functions of the operators' ``cpu.py``, recognised by a common prefix of their names."""
+"""Kind of the operators' autograd functions in C, recognised by the end of their names."""
 _PREFIX = "part: "
 
 
@@ -61,7 +61,7 @@ class Breakdown:
     """Results of one dtype and row length: microseconds per token, and shares of profiled time."""
 
     name: str
-    """Of the dtype."""
+    """Name of the dtype."""
     length: int
     micro: float
     eager: float
