@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -134,3 +137,32 @@ def test_processors(monkeypatch, vendor, capability, taken):
     monkeypatch.setattr(file, "processor_field", {"vendor_id": vendor}.get)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert file.onednn_is_faster.__wrapped__() is taken
+
+
+GROWTH = """
+import ctypes
+import torch
+from gecko.ops.backends import cpu
+
+class Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used f g".split()]
+
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Memory
+cpu.onednn_is_faster = lambda: True
+weights = [torch.randn(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+with torch.inference_mode():
+    for rows in range(100, 500):
+        for weight in weights:
+            cpu.linear(torch.randn(rows, 256).to(weight.dtype), weight)
+        if rows == 100:
+            before = library.mallinfo2()
+    after = library.mallinfo2()
+print(after.used + after.mapped - before.used - before.mapped)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="counts the memory of glibc's allocator")
+def test_lengths_that_were_never_seen_do_not_fill_the_memory():
+    found = subprocess.run([sys.executable, "-c", GROWTH], check=True, capture_output=True, text=True, timeout=300)
+    assert int(found.stdout) < 120e6  # oneDNN's own limit is 1,024 programs of 0.6 MB: 400 MB here

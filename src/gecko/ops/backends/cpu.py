@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -221,6 +222,10 @@ def _pointer(name: str, argument: Argument, dtype: torch.dtype) -> Any:
     return argument
 
 
+for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    # oneDNN, and PyTorch above it, each keep 1,024 programs, one for each number of rows and shape of a weight. One
+    # takes 0.6 MB, and 0.6 ms to make: prompts of many lengths would fill 600 MB.
+    os.environ.setdefault(_variable, "128")
 _FEWEST_MULTIPLICATIONS = 2**20
 """Below this, the setup of oneDNN takes longer than its products save."""
 
