@@ -15,9 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from gecko.eval.results import Interval, over_rows, over_seeds, standard_error
+from gecko.eval.results import Interval, methods, over_rows, over_seeds, standard_error
 from gecko.experiments.compare.plan import Planned, evaluation_of, rate_name
-from gecko.experiments.figures import AXES, loss_pictures, methods
+from gecko.experiments.figures import AXES, loss_pictures
 from gecko.experiments.inputs import COMPARISON, COMPARISON_FORMAT
 from gecko.experiments.rows import HELD_OUT, Model, Row, data_words, grouped
 from gecko.io.files import parse_json, whole_file, write_text
@@ -167,7 +167,7 @@ def comparison_tables(comparison: Mapping[str, Any], name: str = "") -> list[Tab
     intervals = [one[name] for one in recipes for name in ("interval", "difference_interval") if one[name] is not None]
     note = (
         f"Over {tokens} held-out tokens per run. Differences: to {comparison['first']}, paired by seed. Intervals: "
-        f"{methods(Interval(**one) for one in intervals)}."
+        f"{methods(Interval(**one) for one in intervals) or 'none'}."
     )
     tables = [] if not recipes else [
         Table(f"{of}Held-out loss, nats per byte", ["recipe", "mean", "95 % interval", "difference", "95 % interval"],
