@@ -206,7 +206,7 @@ def test_training_beats_guessing_and_is_the_same_again() -> None:
 def test_every_architecture_learns_parity(architecture: str) -> None:
     """Parity of two bits."""
     config = SMALL[architecture]
-    results = diagnosed("parity", TaskSize(2, 16, 2), model=config, steps=150, learning_rate=3e-3, test_rows=64)
+    results = diagnosed("parity", TaskSize(2, 16, 2), model=config, steps=60, learning_rate=1e-2, test_rows=64)
     assert results.scores[0].value > 0.8 and results.settings["config"] == config.to_dict()
 
 

@@ -141,7 +141,7 @@ def _passkey(units: int, depth: float | None, rng: random.Random, number: int) -
     noise = " ".join([NOISE] * (units // len(NOISE) + 1))
     before = rng.randint(0, units) if depth is None else round(units * depth)
     value = str(rng.randint(1, 50_000))
-    return Sample(PASSKEY.format(before=noise[:before], after=noise[before:units], value=value), (value,))
+    return Sample(PASSKEY.format(before=noise[:before], after=noise[: units - before], value=value), (value,))
 
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,38 +299,34 @@ def until(true: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def free(folder: Path) -> bool:
-    try:
-        with locked(folder / LOCK, wait=False):
-            return True
-    except ValueError:
-        return False
-
-
 def test_killed_and_called_again_is_uninterrupted(here: Any, recipes: list[str], tmp_path: Path) -> None:
-    """First Ctrl-C, then a kill: a worker whose parent is gone saves and ends."""
+    """First Ctrl-C, then the end of a worker's parent, which closes its standard input: it saves and ends."""
+    changes, out = ["steps=80", "evaluation.every=20"], tmp_path / "parts"
+    first, steps = out / "whole" / "seed-0", 0
 
-    def steps_of(folder: Path) -> int:
-        return sum(record["kind"] == "train" for record in read_metrics(folder / "metrics.jsonl"))
+    def trained() -> int:
+        return sum(record["kind"] == "train" for record in read_metrics(first / "metrics.jsonl"))
 
-    changes, first, steps = ["steps=80", "evaluation.every=20"], tmp_path / "parts" / "whole" / "seed-0", 0
-    for sent in (signal.SIGINT, signal.SIGKILL):
+    for command in (
+        ["gecko", "compare", *recipes, *changes, "--out", str(out)],
+        ["gecko.experiments.compare.runs", str(first / "planned.json")],
+    ):
         with subprocess.Popen(
-            [sys.executable, "-m", "gecko", "compare", *recipes, *changes, "--out", str(tmp_path / "parts")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=take_interrupts, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", *command], env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=take_interrupts,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip
-            until(lambda: steps_of(first) > steps + 3, "the first run must be trained")  # noqa: B023
-            process.send_signal(sent)
-            printed, _ = process.communicate(timeout=PATIENCE)
-        until(lambda: free(first), "the worker must end with its parent")
-        steps = steps_of(first)
-        assert steps < 80
-        assert process.returncode == (0 if sent == signal.SIGINT else -signal.SIGKILL)
-        assert ("SIGINT: saved. Continue with:\n  gecko compare" in printed) == (sent == signal.SIGINT)
-        saved = latest_checkpoint(first / "checkpoints")
-        assert saved is not None and saved.name == f"step-{steps:08d}"
-    call(ComparisonPlan.of(recipes, changes, tmp_path / "parts"))
+            until(lambda: trained() > steps + 3, "the first run must be trained")  # noqa: B023
+            if command[0] == "gecko":
+                process.send_signal(signal.SIGINT)
+                printed, _ = process.communicate(timeout=PATIENCE)
+                assert "SIGINT: saved. Continue with:\n  gecko compare" in printed
+        saved, steps = latest_checkpoint(first / "checkpoints"), trained()
+        assert steps < 80 and saved is not None and saved.name == f"step-{steps:08d}"
+    call(ComparisonPlan.of(recipes, changes, out))
     assert here.started == MAIN[:2]
-    call(ComparisonPlan.of(recipes, changes, tmp_path / "whole"))
-    parts, whole = (numbers(tmp_path / name) for name in ("parts", "whole"))
-    assert parts["runs"] == whole["runs"] and parts["recipes"] == whole["recipes"]
+    alone = replace(Run.load(first / "planned.json"), output=str(tmp_path / "alone"))
+    train(alone)
+    parts, whole = ((folder / "results.json").read_text() for folder in (first, alone.folder))
+    assert parts == whole
+    parts, whole = (read_metrics(folder / "metrics.jsonl") for folder in (first, alone.folder))
+    assert [(one["step"], one["loss"]) for one in parts] == [(one["step"], one["loss"]) for one in whole]
