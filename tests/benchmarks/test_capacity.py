@@ -63,8 +63,7 @@ def test_only_a_memory_knows_far_values(name: str) -> None:
     assert changed == 0 if name == capacity.NONE else changed > 1e-4
 
 
-def test_a_table_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_a_table_continues(results: Path) -> None:
     cells = [capacity.Cell("linear", 4, 16, 0, rate, "tuning", 2) for rate in capacity.RATES]
     table = tables.Table("capacity.csv", capacity.COLUMNS)
     for cell, loss in zip(cells, ("nan", "1.5", "1.25", "1.3"), strict=True):
@@ -78,8 +77,7 @@ def test_a_table_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [(cell.pairs, cell.width, cell.seed) for cell in again] == [(4, 32, n) for n in (1, 2, 3)], "only the edge"
 
 
-def test_intervals_of_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tables.RESULTS", tmp_path)
+def test_intervals_of_forms(results: Path) -> None:
     assert "Not run" in capacity.page() and capacity.difference("linear", capacity.PAPER) is None
     table = tables.Table("capacity.csv", capacity.COLUMNS)
     for form, more in ((capacity.PAPER, 0.3), ("linear", 0.0)):
@@ -97,12 +95,11 @@ def test_intervals_of_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert capacity.missing(capacity.PAPER, "linear") == 0 and evidence.rules()[2] == "holds"
 
 
-def test_the_command_trains_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_trains_and_scores(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "WIDTHS", (16,))
     monkeypatch.setattr(capacity, "PAIRS", (4,))
     monkeypatch.setattr(capacity, "TEST_ROWS", 4)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["capacity.py", "--only", "DeltaNet", "--steps", "2", "--results", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["capacity.py", "--only", "DeltaNet", "--steps", "2", "--results", str(results)])
     for _ in range(2):
         capacity.main()
         splits = [row["split"] for row in tables.rows_of("capacity.csv")]

@@ -96,53 +96,41 @@ def test_the_table_has_the_numbers_of_the_files() -> None:
         assert begin + shown + end in page, "run: python benchmarks/evidence.py --write"
 
 
-def add(
-    folder: Path, name: str, seed: int, test: float, tuning: float = 1.0, source: str = "a", processor: str = "x"
-) -> None:
+def add(name: str, seed: int, test: float, tuning: float = 1.0, source: str = "a", processor: str = "x") -> None:
     """Add a run to the ladder's table."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "RESULTS", folder)
-        losses = [test] * len(ladder.TEST)
-        rate = f"{ladder.MODELS[name].rate:g}"
-        tables.Table("ladder.csv", ladder.COLUMNS).add([(name, seed, rate, 9, *losses, tuning, "c", source, processor)])
+    losses, rate = [test] * len(ladder.TEST), f"{ladder.MODELS[name].rate:g}"
+    tables.Table("ladder.csv", ladder.COLUMNS).add([(name, seed, rate, 9, *losses, tuning, "c", source, processor)])
 
 
-def test_the_order_is_judged_by_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_judged_by_all_runs(results: Path) -> None:
     """Six pairs of runs that agree are enough for the sign test, and five are not; either sign is told."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert ladder.signs() == (0, 0, 1.0) and evidence.signs()[2] == "open: 0 pairs are too few"
     for gecko, verdict in ((1.0, "holds"), (2.0, "does not hold")):
         for pairs in range(1, 7):
-            add(tmp_path, ladder.GATED, pairs, 1.5)
-            add(tmp_path, ladder.GECKO, pairs, gecko)
+            add(ladder.GATED, pairs, 1.5)
+            add(ladder.GECKO, pairs, gecko)
             ahead = pairs if gecko == 1.0 else 0
             assert ladder.signs() == (ahead, pairs, pytest.approx(2 ** (1 - pairs)))
             _, text, found = evidence.signs()
             assert found == (verdict if pairs == 6 else f"open: {pairs} pairs are too few")
             assert text.endswith("so they cannot decide") is (pairs < 6)
-        (tmp_path / "ladder.csv").unlink()
+        (results / "ladder.csv").unlink()
 
 
-def test_runs_of_one_processor_are_compared_and_a_seed_counts_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_runs_of_one_processor_are_compared_and_a_seed_counts_once(results: Path) -> None:
     for seed, processor, gated, gecko in ((0, "x", 1.5, 1.4), (0, "y", 1.9, 1.6), (1, "x", 1.6, 1.4)):
-        add(tmp_path, ladder.GATED, seed, gated, processor=processor)
-        add(tmp_path, ladder.GECKO, seed, gecko, processor=processor)
-    add(tmp_path, ladder.GATED, 2, 9.0, processor="x")
-    add(tmp_path, ladder.GECKO, 2, 1.0, processor="y")
+        add(ladder.GATED, seed, gated, processor=processor)
+        add(ladder.GECKO, seed, gecko, processor=processor)
+    add(ladder.GATED, 2, 9.0, processor="x")
+    add(ladder.GECKO, 2, 1.0, processor="y")
     found = ladder.contrast(ladder.GATED, ladder.GECKO)
     assert found is not None and found.seeds == 2 and found.change.mean == pytest.approx(0.2)
     assert found.change.low == pytest.approx(0.2), "both seeds have the same mean"
     assert ladder.signs()[:2] == (2, 2)
 
 
-def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(results: Path) -> None:
     """The least mean would be of one lucky seed, and the least test loss of the model that the tuning novels reject."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     names, gecko = ladder.BASELINES[ladder.LLAMA, "1 M"]
     assert evidence.ahead(ladder.LLAMA, "1 M")[1:] == ("not run", "open") and ladder.tuned(names) is None
     assert ladder.missing(names, gecko) == 11, "a seed of eight settings, three of Gecko"
@@ -150,40 +138,37 @@ def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(
     assert [ladder.MODELS[name].rate for name in (chosen, near)] == [4e-3, 2e-3]
     for name in names:
         losses = {chosen: 1.6, near: 1.6 + 0.9 * ladder.MARGIN}
-        add(tmp_path, name, 0, 1.5 if name == names[1] else 1.9, losses.get(name, 1.7))
-    add(tmp_path, names[2], 1, 1.9, 0.5)
+        add(name, 0, 1.5 if name == names[1] else 1.9, losses.get(name, 1.7))
+    add(names[2], 1, 1.9, 0.5)
     for seed in range(3):
-        add(tmp_path, gecko, seed, 1.3)
+        add(gecko, seed, 1.3)
     assert ladder.contenders(names) == [chosen, near]
     assert evidence.ahead(ladder.LLAMA, "1 M")[2] == "open: 4 or more runs are missing"
     for seed in (1, 2):
-        add(tmp_path, chosen, seed, 1.9, 1.6)
+        add(chosen, seed, 1.9, 1.6)
         assert evidence.ahead(ladder.LLAMA, "1 M")[2].startswith("open"), "the one within the margin lacks seeds"
-        add(tmp_path, near, seed, 1.9, 1.7)
+        add(near, seed, 1.9, 1.7)
     _, text, verdict = evidence.ahead(ladder.LLAMA, "1 M")
     assert verdict == "holds" and f"at “{chosen}”, the best of 8 of 8 settings run" in text
     assert "by seeds 0, 1, 2; its rate, 0.004, is inside those run" in text
     assert text.endswith(": +0.6000 [+0.6000, +0.6000]")
 
 
-def test_no_verdict_at_an_end_of_the_rates_nor_of_a_run_that_diverged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_verdict_at_an_end_of_the_rates_nor_of_a_run_that_diverged(results: Path) -> None:
     """What held by the rule before stays told, and pairs of different code are marked."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     tuning = {ladder.GATED: 1.1, ladder.SLOWER: 1.2, ladder.FASTER: 1.0}
     for seed in range(3):
-        add(tmp_path, ladder.GECKO, seed, 1.3)
+        add(ladder.GECKO, seed, 1.3)
         for name, loss in tuning.items():
-            add(tmp_path, name, seed, 1.5, loss, "b" if seed == 2 else "a")
+            add(name, seed, 1.5, loss, "b" if seed == 2 else "a")
     _, text, verdict = evidence.ahead(ladder.MEGALODON, "1 M")
     assert verdict == "open: the chosen rate is the upper end; by the rule before 27 November: holds"
     assert text.endswith("; pairs of different code")
-    (tmp_path / "ladder.csv").unlink()
+    (results / "ladder.csv").unlink()
     for seed in range(3):
-        add(tmp_path, ladder.GECKO, seed, float("nan") if seed else 1.3)
+        add(ladder.GECKO, seed, float("nan") if seed else 1.3)
         for name, loss in {**tuning, ladder.FASTER: float("nan")}.items():
-            add(tmp_path, name, seed, 1.5, loss)
+            add(name, seed, 1.5, loss)
     _, text, verdict = evidence.ahead(ladder.MEGALODON, "1 M")
     assert ladder.tuned(tuning) == ladder.GATED and ladder.missing([*tuning], ladder.GECKO) == 0
     assert text.endswith(": diverged") and verdict.startswith("open: a run diverged")
@@ -201,8 +186,7 @@ def test_an_interval_has_the_variance_of_seeds_and_of_documents() -> None:
     assert wide.high - wide.mean == pytest.approx(2.14479 * (2 * 6 / 8) ** 0.5, abs=1e-4), "wider than either alone"
 
 
-def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_a_run_that_fails_costs_no_other(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
     begun = list[str]()
 
@@ -218,7 +202,7 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
         table.work_through([lambda: runs[:2], lambda: runs[2:]], run, 1)
     assert failed.group_contains(OSError, match="full")
     assert [row["name"] for row in tables.rows_of("x.csv")] == ["a", "a", "c", "c", "d", "d"]
-    (tmp_path / "x.csv").write_text("name,value\na,1\na,1\nb,1\n")
+    (results / "x.csv").write_text("name,value\na,1\na,1\nb,1\n")
     begun.clear()
     bad = {}
     table.work_through([lambda: runs[:2]], run, 1)
@@ -227,8 +211,7 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
         tables.Table("x.csv", ("name", "other"))
 
 
-def test_ctrl_c_gives_up_runs_that_have_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_ctrl_c_gives_up_runs_that_have_not_begun(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
     ended, begun = Event(), list[str]()
 

@@ -56,9 +56,8 @@ def fill(form: str, seed: int, repeated: float, new: float, steps: int = long_co
     ids=["repeated names", "all names", "within the margin", "new names became worse"],
 )  # fmt: skip
 def test_a_form_uses_the_past_if_it_leads_on_repeated_names_alone(
-    repeated: float, new: float, uses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repeated: float, new: float, uses: bool, results: Path
 ) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert "Not run" in long_context.table() and evidence.past()[1:] == ("not run", "open")
     for form in long_context.NAMES:
         for seed in range(3):
@@ -73,14 +72,13 @@ def test_a_form_uses_the_past_if_it_leads_on_repeated_names_alone(
     )
 
 
-def test_a_seed_without_all_packages_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_a_seed_without_all_packages_is_missing(results: Path) -> None:
     for form in (capacity.NONE, capacity.PAPER):
         fill(form, 0, 2.4, 2.9)
         fill(form, 1, 2.4, 2.9, steps=10)
-    lines = (tmp_path / "past.csv").read_text().splitlines()
+    lines = (results / "past.csv").read_text().splitlines()
     assert evidence.past()[2] == f"open: {3 * len(long_context.NAMES) - 2} runs are missing"
-    (tmp_path / "past.csv").write_text("\n".join(line for line in lines if "werkzeug" not in line) + "\n")
+    (results / "past.csv").write_text("\n".join(line for line in lines if "werkzeug" not in line) + "\n")
     assert evidence.past()[1:] == ("not run", "open")
 
 
@@ -101,15 +99,14 @@ def test_the_rate_is_that_of_the_tuning_packages(monkeypatch: pytest.MonkeyPatch
     assert tuned(rows("tuning", long_context.RATES[0], float("nan")), *runs[1:]) == long_context.RATES[1]
 
 
-def test_texts_of_all_packages_are_needed_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source"
+def test_texts_of_all_packages_are_needed_and_the_same(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = results / "source"
     for split, names in (("test", long_context.TEST), ("tuning", long_context.TUNING), ("train", ("all",))):
         (source / split).mkdir(parents=True)
         for name in names:
             (source / split / f"{name}.txt").write_text(name)
-    arguments = ["--source", str(source), "--out", str(tmp_path), "--results", str(tmp_path)]
+    arguments = ["--source", str(source), "--out", str(results), "--results", str(results)]
     monkeypatch.setattr(sys, "argv", ["long_context.py", *arguments])
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=r"must have at least 262,144 bytes; .*'rich'\] have less"):
         long_context.main()
     monkeypatch.setattr(long_context, "LENGTH", 1)

@@ -7,7 +7,6 @@ from pathlib import Path
 import capacity
 import ladder
 import pictures
-import pytest
 import tables
 
 
@@ -17,8 +16,7 @@ def test_the_pictures_are_what_the_script_draws() -> None:
         assert svg == draw().svg(), "run: python benchmarks/pictures.py --write"
 
 
-def test_forms_are_drawn_by_bytes_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tables.RESULTS", tmp_path)
+def test_forms_are_drawn_by_bytes_of_state(results: Path) -> None:
     assert pictures.memory_capacity not in pictures.drawn()
     assert pictures.ladder_changes().svg().count("not run") == len(ladder.RUNGS) - 1
     table = tables.Table("capacity.csv", capacity.COLUMNS)

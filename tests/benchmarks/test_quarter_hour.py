@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,15 +101,10 @@ def test_what_no_time_is_left_for_is_named_and_what_ended_is_not_measured_again(
     assert values(record) == [1.0] and ended(record)["second"] == "no time was left"
 
 
-class Broken(Card):
-    def settle(self) -> None:
-        raise RuntimeError("illegal address")
-
-
-def test_a_device_that_does_not_answer_begins_the_process_anew(record):
+def test_a_device_that_does_not_answer_begins_the_process_anew(record, monkeypatch):
     begun = []
-    bench = Broken(torch.device("cpu"))
-    quarter_hour.run([item("first", 1.0)], record, time.time() + 600, bench, lambda: begun.append(True))
+    monkeypatch.setattr(Bench, "settle", Mock(side_effect=RuntimeError("illegal address")))
+    quarter_hour.run([item("first", 1.0)], record, time.time() + 600, CARD, lambda: begun.append(True))
     assert begun == [True] and "does not answer: illegal address" in ended(record)["first"]
 
 
@@ -241,15 +237,12 @@ def test_variants_edit_code_that_is_there(variant):
         assert any(callable(getattr(getattr(code, name.partition(".")[2], None), "fn", None)) for code in codes)
 
 
-def test_edited_copies_leave_the_operators_registered():
+def test_edited_copies_leave_the_operators_registered_and_edit_code_that_is_there():
     """PyTorch destroys an operator whose name is registered again; calls of it then crash or find no memory."""
     from gecko.ops.qk_scale_shift.triton import _qk_scale_shift
 
     variants.edited({"qk_scale_shift.triton": ()}, "again", "qk_scale_shift.triton")
     assert OPDEFS["gecko::qk_scale_shift"] is _qk_scale_shift.registered
-
-
-def test_an_edit_of_code_that_is_gone_is_an_error():
     with pytest.raises(ValueError, match=r"must occur in loss\.triton"):
         variants.edited({"loss.triton": (("no such code", ""),)}, "gone", "loss.triton")
 
@@ -288,7 +281,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_what_was_recorded_and_compiled_is_found_by_a_launch_and_misses_are_counted(card):
     arguments = {"p_x": torch.empty(128), "p_y": torch.empty(128), "size": 128}
-    assert target() == GPUTarget("cuda", 90, 32)
+    assert triton.runtime.driver.active.get_current_target() == GPUTarget("cuda", 90, 32)
     compiled(Configuration.of(Launch(_copy, (1,), arguments, warps=2)), 90)
     found: list[str] = []
     with quarter_hour.misses(found):
@@ -296,7 +289,3 @@ def test_what_was_recorded_and_compiled_is_found_by_a_launch_and_misses_are_coun
         assert found == []
         _copy.warmup(**arguments, grid=(1,), num_warps=4, num_stages=1)
     assert found == ["_copy"]
-
-
-def target() -> GPUTarget:
-    return triton.runtime.driver.active.get_current_target()

@@ -27,6 +27,7 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(request_type=kind, doc={}, arguments=each, idx=i) for i, each in enumerate(arguments)]
 
 
+@torch.no_grad()
 def log_probabilities(model: GeckoModel, text: str) -> torch.Tensor:
     """Return the log-probability of every byte of a document, from the logits of one call."""
     tokens = torch.tensor([[256, *text.encode()]])
@@ -34,26 +35,21 @@ def log_probabilities(model: GeckoModel, text: str) -> torch.Tensor:
     return logits[0].log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
 
 
-@settings(max_examples=20)
+def total(model: GeckoModel, context: str, choice: str) -> float:
+    return float(log_probabilities(model, f"{context} {choice}")[len(context) :].sum())
+
+
+@settings(max_examples=15)
 @given(context=WORDS, one=WORDS, two=WORDS)
 def test_loglikelihood_is_that_of_the_whole_text(model: GeckoModel, context: str, one: str, two: str) -> None:
-    pairs = [(context, one), (context, two), (one, two), ("", one)]
-    found = HarnessModel(model).loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    harness, pairs = HarnessModel(model), [(context, one), (context, two), (one, two), ("", one)]
+    found = harness.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
     for (before, text), (value, greedy) in zip(pairs, found, strict=True):
-        with torch.no_grad():
-            moved = len(before.rstrip().encode())  # spaces at the end of a context count towards the continuation
-            every = log_probabilities(model, before + text)[moved:]
-        assert value == pytest.approx(float(every.sum()))
+        moved = len(before.rstrip().encode())  # spaces at the end of a context count towards the continuation
+        assert value == pytest.approx(float(log_probabilities(model, before + text)[moved:].sum()))
         assert isinstance(greedy, bool)
-
-
-@settings(max_examples=10)
-@given(text=WORDS)
-def test_rolling_is_the_likelihood_of_every_token(model: GeckoModel, text: str) -> None:
-    harness = HarnessModel(model)
-    (rolling,) = harness.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)), disable_tqdm=True)
-    ((whole, _),) = harness.loglikelihood(requests("loglikelihood", ("", text)), disable_tqdm=True)
-    assert rolling == pytest.approx(whole)
+    (rolling,) = harness.loglikelihood_rolling(requests("loglikelihood_rolling", (one,)), disable_tqdm=True)
+    assert rolling == pytest.approx(found[-1][0]), "that of every token"
 
 
 def test_greedy_answers_count_as_greedy(model: GeckoModel) -> None:
@@ -76,71 +72,47 @@ def save(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("academic")
     sides = [("dig", "fly"), ("a pan", "sand"), ("run", "eat it"), ("no", "yes")]
-    save(
-        folder,
-        "piqa_val",
-        [{"goal": f"Do {n}", "sol1": a, "sol2": b, "label": n % 2} for n, (a, b) in enumerate(sides)],
-    )
+    items = [{"goal": f"Do {n}", "sol1": a, "sol2": b, "label": n % 2} for n, (a, b) in enumerate(sides)]
+    save(folder, "piqa_val", items)
     save(folder, "nq_open_val", [{"question": f"who is {n}", "answer": [f"Person {n}", "x"]} for n in range(8)])
     item = {"choices": ["one", "two", "three", "four"], "answer": 2}
-    save(folder, "mmlu_anatomy_dev", [{"question": f"shot {n}", **item} for n in range(5)])
-    save(folder, "mmlu_anatomy_test", [{"question": f"asked {n}", **item} for n in range(3)])
-    save(folder, "mmlu_astronomy_dev", [{"question": f"shot {n}", **item} for n in range(5)])
-    save(folder, "mmlu_astronomy_test", [{"question": f"asked {n}", **item} for n in range(2)])
+    for subject, count in (("anatomy", 3), ("astronomy", 2)):
+        save(folder, f"mmlu_{subject}_dev", [{"question": f"shot {n}", **item} for n in range(5)])
+        save(folder, f"mmlu_{subject}_test", [{"question": f"asked {n}", **item} for n in range(count)])
     return folder
 
 
-def test_choices_are_those_of_the_likeliest_text(model: GeckoModel, data: Path) -> None:
+def test_choices_are_those_of_the_likeliest_text(model: GeckoModel, data: Path, tmp_path: Path) -> None:
+    """Also by characters, which the harness itself does not have for Social IQa."""
     results = academic(model, ["piqa"], data=data)
-    rows = [json.loads(line) for line in (data / "piqa_val.jsonl").read_text().splitlines()]
     right = {"acc": 0, "acc_norm": 0}
-    for row in rows:
-        context = f"Question: {row['goal']}\nAnswer:"
-        with torch.no_grad():
-            every = [log_probabilities(model, f"{context} {row[side]}") for side in ("sol1", "sol2")]
-        sums = [float(one[len(context) :].sum()) for one in every]
-        by_length = [total / len(row[side]) for total, side in zip(sums, ("sol1", "sol2"), strict=True)]
-        right["acc"] += (sums[1] > sums[0]) == row["label"]
-        right["acc_norm"] += (by_length[1] > by_length[0]) == row["label"]
-    found = {score.name: score for score in results.scores}
-    assert {name: score.value * 4 for name, score in found.items()} == right
+    for row in map(json.loads, (data / "piqa_val.jsonl").read_text().splitlines()):
+        first, second = (total(model, f"Question: {row['goal']}\nAnswer:", row[side]) for side in ("sol1", "sol2"))
+        right["acc"] += (second > first) == row["label"]
+        right["acc_norm"] += (second / len(row["sol2"]) > first / len(row["sol1"])) == row["label"]
+    assert {score.name: score.value * 4 for score in results.scores} == right
     assert all(score.n == 4 and score.interval is not None for score in results.scores)
+    answers = {"answerA": "x", "answerB": "a long answer", "answerC": "a longer answer still"}
+    save(tmp_path, "social_iqa_val", [{"context": "c", "question": "q?", "label": "2", **answers} for _ in range(2)])
+    (found,) = [score for score in academic(model, ["social_iqa"], data=tmp_path).scores if score.name == "acc_norm"]
+    by_length = [total(model, "Q: c q?\nA:", one) / len(one) for one in answers.values()]
+    assert found.value == (max(by_length) == by_length[1])
 
 
 @pytest.mark.parametrize(("column", "answer"), [("label", int), ("answer", bool)])
 def test_boolq_is_normalised_by_the_answer_alone(model: GeckoModel, tmp_path: Path, column: str, answer: type) -> None:
     """Table 1's metric is first, and subtracts the log-probability of " yes" or " no" after "Answer:"."""
-    rows = [{"passage": f"It is {n}.", "question": f"is it {n}", "label": n % 2} for n in range(6)]
-    save(tmp_path, "boolq_val", [
-        {"passage": row["passage"], "question": row["question"], column: answer(row["label"])} for row in rows
-    ])  # fmt: skip
+    rows = [{"passage": f"It is {n}.", "question": f"is it {n}", column: answer(n % 2)} for n in range(4)]
+    save(tmp_path, "boolq_val", rows)
     scores = academic(model, ["boolq"], data=tmp_path).scores
-    assert [score.name for score in scores] == ["acc_mutual_info", "acc"]
-
-    def total(context: str, choice: str) -> float:
-        with torch.no_grad():
-            return float(log_probabilities(model, f"{context} {choice}")[len(context) :].sum())
-
     right = dict.fromkeys(("acc_mutual_info", "acc"), 0)
     for row in rows:
         context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
-        plain = [total(context, choice) for choice in ("no", "yes")]
-        alone = [total("Answer:", choice) for choice in ("no", "yes")]
-        right["acc"] += (plain[1] > plain[0]) == row["label"]
-        right["acc_mutual_info"] += (plain[1] - alone[1] > plain[0] - alone[0]) == row["label"]
-    assert {score.name: score.value * 6 for score in scores} == pytest.approx(right)
-
-
-def test_choices_of_unequal_length_are_scored_by_characters(model: GeckoModel, tmp_path: Path) -> None:
-    """The harness itself has only plain accuracy for Social IQa."""
-    answers = {"answerA": "x", "answerB": "a long answer", "answerC": "a longer answer still"}
-    save(tmp_path, "social_iqa_val", [{"context": "c", "question": "q?", "label": "2", **answers} for _ in range(2)])
-    (found,) = [score for score in academic(model, ["social_iqa"], data=tmp_path).scores if score.name == "acc_norm"]
-    with torch.no_grad():
-        context = "Q: c q?\nA:"
-        sums = [float(log_probabilities(model, f"{context} {one}")[len(context) :].sum()) for one in answers.values()]
-    by_length = [total / len(one) for total, one in zip(sums, answers.values(), strict=True)]
-    assert found.value == (max(by_length) == by_length[1])
+        no, yes = (total(model, context, choice) for choice in ("no", "yes"))
+        right["acc"] += (yes > no) == row[column]
+        ahead = yes - total(model, "Answer:", "yes") > no - total(model, "Answer:", "no")
+        right["acc_mutual_info"] += ahead == row[column]
+    assert [(score.name, score.value * 4) for score in scores] == list(right.items())
 
 
 def test_all_that_a_folder_holds(model: GeckoModel, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +127,7 @@ def test_all_that_a_folder_holds(model: GeckoModel, data: Path, monkeypatch: pyt
     monkeypatch.setattr(GeckoModel, "read", spy)
     results = academic(model, [], data=data, limit=2)
     scores = {(score.where["task"], score.name): score for score in results.scores}
-    assert scores["mmlu", "acc"].n == 4
-    assert scores["nq_open", "exact_match"].n == 2
+    assert (scores["mmlu", "acc"].n, scores["nq_open", "exact_match"].n) == (4, 2)
     assert results.settings["shots"] == {"mmlu_anatomy": 5, "mmlu_astronomy": 5, "piqa": 0, "nq_open": 5}
     asked = [prompt for prompt in prompts if "asked 1" in prompt]
     assert len(asked) == 2 and all(prompt.count("shot") == 5 for prompt in asked)
@@ -169,7 +140,7 @@ def test_all_that_a_folder_holds(model: GeckoModel, data: Path, monkeypatch: pyt
     assert any("2 subjects" in note for note in results.notes)
 
 
-@pytest.mark.parametrize("change", [{"label": -1}, {"label": 2}, {"label": "sol1"}, {"answer": 0}], ids=str)
+@pytest.mark.parametrize("change", [{"label": -1}, {"label": "sol1"}, {"answer": 0}], ids=str)
 def test_answers_that_are_no_choices_are_refused(model: GeckoModel, tmp_path: Path, change: dict[str, Any]) -> None:
     """As in test splits without answers, and in files with other columns. The harness would count them as wrong."""
     item = {"goal": "Do it", "sol1": "dig", "sol2": "fly"}
@@ -179,14 +150,14 @@ def test_answers_that_are_no_choices_are_refused(model: GeckoModel, tmp_path: Pa
 
 
 def test_what_cannot_be_evaluated_is_refused(model: GeckoModel, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Did you mean 'piqa'"):
-        academic(model, ["pica"], data=data)
-    with pytest.raises(FileNotFoundError, match="no file of boolq"):
-        academic(model, ["boolq"], data=data)
-    with pytest.raises(FileNotFoundError, match="holds none of the tasks"):
-        academic(model, [], data=tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        academic(model, [], data=tmp_path / "gone")
-    save(tmp_path, "piqa_train", [{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}])
-    with pytest.raises(FileNotFoundError, match="piqa_val or piqa_test"):
-        academic(model, ["piqa"], data=tmp_path)
+    (tmp_path / "train").mkdir()
+    save(tmp_path / "train", "piqa_train", [{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}])
+    for tasks, folder, kind, message in (
+        (["pica"], data, ValueError, "Did you mean 'piqa'"),
+        (["boolq"], data, FileNotFoundError, "no file of boolq"),
+        ([], tmp_path, FileNotFoundError, "holds none of the tasks"),
+        ([], tmp_path / "gone", FileNotFoundError, "there is no folder"),
+        (["piqa"], tmp_path / "train", FileNotFoundError, "piqa_val or piqa_test"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            academic(model, tasks, data=folder)

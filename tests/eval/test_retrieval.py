@@ -26,7 +26,7 @@ from gecko.eval.retrieval import (
     retrieval,
     units_by_length,
 )
-from gecko.eval.ruler import NOISE, READERS, Draw, Sample, drawn_depths
+from gecko.eval.ruler import NOISE, READERS, Sample, drawn_depths
 from gecko.eval.scored_model import Text, open_files
 
 BOOK = "It was late. The rain fell on the town! Who was there? Nobody knew, and nobody asked. " * 200
@@ -87,7 +87,7 @@ def haystack(task: str, tokenizer: Tokenizer, length: int, texts: Sequence[Text]
 
 
 def one(hay: Haystack, units: int, depth: float | None, seed: int = 1) -> Sample:
-    return hay.units.build(Draw(units, depth, random.Random(seed)))
+    return hay.units.build(units, depth, random.Random(seed), 0)
 
 
 def rulers_prompt(context: str, query: str, kind: str, single: bool) -> str:
@@ -104,23 +104,17 @@ def asked_keys(prompt: str) -> list[str]:
     return re.split(r", and |, ", found)
 
 
-def test_noise_is_rulers_text() -> None:
-    sample = one(haystack("niah_single_1", BYTES, 4096), 4, 0.5)
-    (key,) = asked_keys(sample.prompt)
-    needle = f"One of the special magic numbers for {key} is: {sample.answers[0]}."
-    context = "\n".join([NOISE, NOISE, needle, NOISE, NOISE])
-    assert sample.prompt == rulers_prompt(context, key, "numbers", True)
-    assert re.fullmatch(r"[1-9]\d{6}", sample.answers[0])
-    assert re.fullmatch(r"\S+-\S+", key)
-
-
-def test_essays_are_rulers_text(tmp_path: Path) -> None:
+def test_noise_and_essays_are_rulers_text(tmp_path: Path) -> None:
     books = texts(tmp_path, "One  two.\nThree four? ", "Five six seven.")
-    sample = one(haystack("niah_single_2", BYTES, 4096, books), 7, 0.5)
-    (key,) = asked_keys(sample.prompt)
-    needle = f"One of the special magic numbers for {key} is: {sample.answers[0]}."
-    context = f"One two. {needle} Three four? Five six seven."
-    assert sample.prompt == rulers_prompt(context, key, "numbers", True)
+    for task, found, units, context in (
+        ("niah_single_1", [], 4, f"{NOISE}\n{NOISE}\n{{}}\n{NOISE}\n{NOISE}"),
+        ("niah_single_2", books, 7, "One two. {} Three four? Five six seven."),
+    ):  # fmt: skip
+        sample = one(haystack(task, BYTES, 4096, found), units, 0.5)
+        (key,) = asked_keys(sample.prompt)
+        needle = f"One of the special magic numbers for {key} is: {sample.answers[0]}."
+        assert sample.prompt == rulers_prompt(context.format(needle), key, "numbers", True)
+        assert re.fullmatch(r"[1-9]\d{6}", sample.answers[0]) and re.fullmatch(r"\S+-\S+", key)
 
 
 def test_passkey_is_the_original_text() -> None:
@@ -144,7 +138,7 @@ def test_needles_are_rulers(task: str, needles: int, answers: int, kind: str, te
     """The number of needles and answers, their kinds, the template, and places that are not always the same."""
     build, places = haystack(task, BYTES, 4096, texts_of(task)).units.build, set()
     for seed in range(20):
-        sample = build(Draw(30, None, random.Random(seed)))
+        sample = build(30, None, random.Random(seed), 0)
         hidden = re.findall(r"One of the special magic (\w+) for (\S+) is: (\S+)\.", sample.prompt)
         assert len(hidden) == needles and {kind for kind, _, _ in hidden} == {kind}
         keys = asked_keys(sample.prompt)
@@ -205,7 +199,7 @@ def test_questions_are_about_their_documents(task: str, needed: int, texts_of: A
     seen = set()
     for number in range(units.most or 0):
         for count in (needed, needed + 2, units.most or 0):
-            sample = units.build(Draw(count, None, random.Random(number), number))
+            sample = units.build(count, None, random.Random(number), number)
             documents = re.findall(r"Document (\d+):\n(.*?)(?=\n\n(?:Document \d|Answer))", sample.prompt, re.DOTALL)
             assert [int(place) for place, _ in documents] == list(range(1, count + 1))
             assert len({document for _, document in documents}) == count
@@ -218,7 +212,7 @@ def test_questions_are_about_their_documents(task: str, needed: int, texts_of: A
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(length=st.integers(2500, 6000), depth=st.floats(0, 1), seed=st.integers(0, 99))
 def test_samples_fill_their_length_and_keep_their_depth(
     task: str, texts_of: Any, length: int, depth: float, seed: int
@@ -244,38 +238,25 @@ def test_depths_are_exact_at_both_ends(texts_of: Any) -> None:
         assert last.rindex("grass" if task != "niah_single_2" else "rain", 0, last.rindex("What is")) < last.index(mark)
 
 
-def lines_before(sample: Sample) -> int:
-    """Return the number of lines of noise before the needle."""
-    return sample.prompt[: sample.prompt.index("One of the special")].count("\n") - 1
-
-
-def test_drawn_places_in_noise_are_all_lines_as_rulers() -> None:
-    """RULER inserts at one of ``range(lines)``: before any line, never after the last."""
-    hay = haystack("niah_single_1", BYTES, 4096)
-    places = Counter(lines_before(one(hay, 60, None, seed)) for seed in range(6000))
-    assert set(places) == set(range(60))
-    assert max(places.values()) < 3 * min(places.values())
-
-
-def test_drawn_places_in_essays_are_rulers_depths(tmp_path: Path) -> None:
-    words = [f"w{number}." for number in range(390)]
-    hay = haystack("niah_single_2", BYTES, 4096, texts(tmp_path, " ".join(words)))
-    prompts = [one(hay, 390, None, seed).prompt for seed in range(500)]
-    places = {len(re.findall(r"w\d", prompt[: prompt.index("One of the special")])) for prompt in prompts}
-    assert len(places) == 40 and {0, 390} < places
-
-
-def test_drawn_places_of_the_passkey_are_all_characters() -> None:
-    """With 80 characters of noise, 0 to 80 of them are before the passkey."""
-    hay = haystack("passkey", BYTES, 4096)
-    prompts = [one(hay, 80, None, seed).prompt for seed in range(2000)]
-    assert {len(prompt.split("\n")[1]) for prompt in prompts} == set(range(81))
-
-
-def test_rulers_depths() -> None:
+def test_drawn_places_are_those_of_the_original_tests(tmp_path: Path) -> None:
+    """RULER inserts before any line of noise, never after the last, and at 40 depths of essays; the passkey stands
+    before any character of its noise, or at the end."""
+    essays = texts(tmp_path, " ".join(f"w{number}." for number in range(390)))
+    cases: list[tuple[str, list[Text], int, int, Callable[[str], int], set[int]]] = [
+        ("niah_single_1", [], 60, 2000, lambda before: before.count("\n") - 1, set(range(60))),
+        ("niah_single_2", essays, 390, 500, lambda before: len(re.findall(r"w\d", before)), {0, 390}),
+        ("passkey", [], 80, 1500, lambda before: len(before.split("\n")[1]), set(range(81))),
+    ]
+    for task, found, units, samples, place, expected in cases:
+        hay = haystack(task, BYTES, 4096, found)
+        prompts = [one(hay, units, None, seed).prompt for seed in range(samples)]
+        marks = "\nThe pass key is" if task == "passkey" else "One of the special"
+        places = Counter(place(prompt[: prompt.index(marks)]) for prompt in prompts)
+        assert len(places) == (40 if task == "niah_single_2" else len(expected)) and expected <= set(places), task
+        if task == "niah_single_1":
+            assert max(places.values()) < 5 * min(places.values())
     drawn = [depth for seed in range(500) for depth in drawn_depths(4, random.Random(seed))]
-    assert len(set(drawn)) == 40
-    assert (min(drawn), max(drawn)) == (0, 1)
+    assert (len(set(drawn)), min(drawn), max(drawn)) == (40, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -286,9 +267,6 @@ def test_rulers_depths() -> None:
 def test_string_match(prediction: str, references: list[str], score: float) -> None:
     assert matched(prediction, Sample("", tuple(references))) == pytest.approx(score)
     assert matched(prediction, Sample("", tuple(references), one_suffices=True)) == (score > 0)
-
-
-def test_first_number() -> None:
     assert [first_number(text) for text in (" 123. 456", "none", "x007")] == [123, None, 7]
 
 
@@ -323,24 +301,21 @@ def test_a_model_that_knows_is_right_everywhere_and_one_that_guesses_is_not(
 ) -> None:
     depths, asked = ([0, 0.5, 1] if task in WITH_DEPTH else None), texts_of(task)
     model = rule_model(answer=solve)
-    grid = NeedleGrid([2500, 4500], depths, samples=3)
+    grid = NeedleGrid([2500, 4500], depths, samples=2)
     results = retrieval(model, task, grid, texts=asked)
     assert [score.value for score in results.scores] == [1.0] * len(results.scores)
-    assert all(score.n == 3 and score.interval is not None for score in results.scores)
-    count = 6 * len(depths or [None])
+    assert all(score.n == 2 and score.interval is not None for score in results.scores)
+    count = 4 * len(depths or [None])
     assert len(results.details["answers"]) == len(set(model.read_texts)) == count, "all samples differ"
     assert all(answer["tokens"] + TASKS[task] <= answer["length"] for answer in results.details["answers"])
     assert results.settings["texts"] == [book.name for book in asked]
     assert results.settings["depths"] == (depths or "random")
     guessed = retrieval(rule_model(answer=lambda prompt: " 1234567 and ABCDE"), task, grid, texts=asked)
     assert [score.value for score in guessed.scores] == [0.0] * len(guessed.scores)
-
-
-def test_half_of_several_answers_is_half_of_the_score(rule_model: Any, texts_of: Any) -> None:
-    half = rule_model(answer=lambda prompt: ", ".join(solve(prompt).split(", ")[:2]))
-    results = retrieval(half, "niah_multivalue", NeedleGrid([3000], None, samples=4), texts=texts_of("niah_multivalue"))
-    (score,) = results.scores
-    assert (score.name, score.value, score.n) == ("string_match_all", 0.5, 4)
+    if task == "niah_multivalue":
+        half = rule_model(answer=lambda prompt: ", ".join(solve(prompt).split(", ")[:2]))
+        (score,) = retrieval(half, task, NeedleGrid([3000], None, samples=4), texts=asked).scores
+        assert (score.name, score.value, score.n) == ("string_match_all", 0.5, 4)
 
 
 def test_a_tokenizer_with_other_pieces_has_longer_texts(tmp_path: Path, texts_of: Any) -> None:
@@ -395,9 +370,9 @@ def test_bad_input_is_refused(
 
 
 def test_bad_grids_are_refused(rule_model: Any) -> None:
-    with pytest.raises(ValueError, match=r"0\.\.1"):
-        NeedleGrid([800], [1.5])
-    with pytest.raises(ValueError, match="at least 1"):
-        NeedleGrid([], [0.5])
-    with pytest.raises(ValueError, match="places are drawn"):
-        retrieval(rule_model(answer=solve), "vt", NeedleGrid([4000]))
+    for make, message in (
+        (lambda: NeedleGrid([800], [1.5]), r"0\.\.1"), (lambda: NeedleGrid([], [0.5]), "at least 1"),
+        (lambda: retrieval(rule_model(answer=solve), "vt", NeedleGrid([4000])), "places are drawn"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            make()

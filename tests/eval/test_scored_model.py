@@ -44,10 +44,9 @@ def test_a_continuation_is_scored_after_what_was_read(model: GeckoModel, begin: 
 
 
 def test_greedy_is_what_is_written(model: GeckoModel) -> None:
-    reading = model.read(document_ids(model.tokenizer, "What is"))
-    written = gecko.generate(
-        model.model, document_ids(model.tokenizer, "What is"), max_new_tokens=12, temperature=0
-    ).tokens[0]
+    prompt = document_ids(model.tokenizer, "What is")
+    reading = model.read(prompt)
+    written = gecko.generate(model.model, prompt, max_new_tokens=12, temperature=0).tokens[0]
     assert model.write(reading, 12) == model.tokenizer.decode(written)
     assert model.write(reading, 12) == model.tokenizer.decode(written), "the reading was used up"
     assert bool(model.predict(reading, torch.tensor(written)).greedy.all())
@@ -65,9 +64,8 @@ def renewed_by_hand(model: gecko.Gecko, tokens: torch.Tensor) -> torch.Tensor:
         losses.append(part[0])
         if 8 * chunk <= end < len(inputs):
             _, again = model.hidden(inputs[None, end - 6 * chunk : end])
-            mixers = tuple(
-                dataclasses.replace(a, norm=b.norm) for a, b in zip(state.mixers, again.mixers, strict=True)
-            )  # fmt: skip
+            both = zip(state.mixers, again.mixers, strict=True)
+            mixers = tuple(dataclasses.replace(a, norm=b.norm) for a, b in both)
             state = GeckoState(state.config, state.model, state.clock, mixers, again.final_norm)
     return torch.cat(losses)
 

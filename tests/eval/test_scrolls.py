@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gecko.eval import Results
 from gecko.eval.scrolls import Question, QuestionSet, f1_scores, geometric_mean, load_questions, rouge_scores, scrolls
 
 PREDICTIONS = ["exact match example", "hello there", "general kenobi"]
@@ -25,43 +24,36 @@ def test_scores_are_those_that_the_official_metric_publishes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prediction", "references", "percent"),
+    ("prediction", "references", "f1", "rouge"),
     [
-        ("The Cat, sat!", ["a cat sat"], 100),  # case, punctuation and articles do not count
-        ("dog-house", ["doghouse"], 100),  # punctuation leaves no space
-        ("cat cat dog", ["cat dog dog"], 200 / 3),  # each word counts as often as both contain it
-        ("theatre an", ["the theatre"], 100),  # articles are whole words, not prefixes
-        ("one two", ["three", "two four five", "two"], 200 / 3),  # the best reference
-        ("yes", ["no"], 0),
+        ("The Cat, sat!", ["a cat sat"], 100, None),  # case, punctuation and articles do not count
+        ("dog-house", ["doghouse"], 100, None),  # punctuation leaves no space
+        ("cat cat dog", ["cat dog dog"], 200 / 3, None),  # each word counts as often as both contain it
+        ("theatre an", ["the theatre"], 100, None),  # articles are whole words, not prefixes
+        ("one two", ["three", "two four five", "two"], 200 / 3, None),  # the best reference
+        ("yes", ["no"], 0, 0),
+        ("cats run", ["cat runs"], 0, 0),  # without stemming
+        ("the cat sat", ["a dog", "the cat sat"], 100, 100),
+        ("", ["yes"], 0, 0),
+        ("the", ["no"], 0, 0),
     ],
 )
-def test_f1_of_words(prediction: str, references: list[str], percent: float) -> None:
-    assert f1_scores([prediction], [references])[0] == pytest.approx(percent)
+def test_f1_and_rouge(prediction: str, references: list[str], f1: float, rouge: float | None) -> None:
+    assert f1_scores([prediction], [references])[0] == pytest.approx(f1)
+    if rouge is not None:
+        np.testing.assert_allclose(rouge_scores([prediction], [references]), [[rouge]] * 3)
 
 
-def test_rouge_has_no_stemming_and_takes_the_best_reference() -> None:
-    rouge = rouge_scores(["cats run"], [["cat runs"]])
-    assert rouge.max() == 0
-    rouge = rouge_scores(["the cat sat"], [["a dog", "the cat sat"]])
-    np.testing.assert_allclose(rouge, 100)
-
-
-def test_empty_answers_are_zero_and_empty_references_refused() -> None:
-    assert f1_scores(["", "the"], [["yes"], ["no"]]).tolist() == [0, 0]
-    assert rouge_scores([""], [["yes"]]).tolist() == [[0], [0], [0]]
-    for scores in (f1_scores, rouge_scores):
-        with pytest.raises(ValueError, match="item 1 must have an answer"):
-            scores(["a", "b"], [["a"], [" "]])
-        with pytest.raises(ValueError, match="every prediction"):
-            scores(["a"], [])
+@pytest.mark.parametrize("scores", [f1_scores, rouge_scores])
+def test_empty_references_are_refused(scores: Any) -> None:
+    with pytest.raises(ValueError, match="item 1 must have an answer"):
+        scores(["a", "b"], [["a"], [" "]])
+    with pytest.raises(ValueError, match="every prediction"):
+        scores(["a"], [])
 
 
 QUESTIONS = [Question(f"Document {n // 2}.", f"Question {n}?", (f"answer {n}", "or this")) for n in range(8)]
 DATA = QuestionSet("questions.jsonl", QUESTIONS)
-
-
-def value(results: Results) -> float:
-    return results.scores[0].value
 
 
 @pytest.mark.parametrize(("task", "shots"), [("narrative_qa", 0), ("qasper", 2), ("qmsum", 1)])
@@ -75,7 +67,7 @@ def test_prompts(rule_model: Any, task: str, shots: int) -> None:
 
     model = rule_model(answer=answer)
     results = scrolls(model, task, DATA)
-    assert value(results) == pytest.approx(100)
+    assert results.scores[0].value == pytest.approx(100)
     for question, prompt in zip(QUESTIONS, prompts, strict=True):
         *before, last = prompt.split("\n\n")
         assert last == f"{question.document} Q: {question.text} A:"
@@ -93,50 +85,41 @@ def test_shots_from_elsewhere_limits_and_empty_answers(rule_model: Any) -> None:
     model = rule_model(answer=lambda prompt: "\n" if "Question 0" in prompt else "or this")
     results = scrolls(model, "qmsum", DATA, shots=elsewhere, limit=3)
     assert all(text.startswith("Elsewhere. Q: Which? A: That.\n\n") for text in model.read_texts if "Document" in text)
-    assert results.scores[0].n == 3
-    assert results.notes == [
-        "only the first 3 of 8 questions", "1 of 3 answers are empty, and count as 0"
-    ]  # fmt: skip
+    assert results.notes == ["only the first 3 of 8 questions", "1 of 3 answers are empty, and count as 0"]
     assert results.settings == {
         "task": "qmsum", "data": "questions.jsonl", "limit": 3, "shots": 1, "shots_data": "elsewhere.jsonl",
         "new_tokens": 256,
     }  # fmt: skip
-    means = {score.name: score.value for score in results.scores[1:]}
-    assert value(results) == pytest.approx(float(np.cbrt(np.prod(list(means.values())))))
+    mean, *parts = (score.value for score in results.scores)
+    assert mean == pytest.approx(float(np.cbrt(np.prod(parts)))) and results.scores[0].n == 3
     with pytest.raises(ValueError, match="2 shots need as many questions of other documents; got 1"):
         scrolls(model, "qasper", DATA, shots=elsewhere)
     with pytest.raises(ValueError, match="Did you mean 'qasper'"):
         scrolls(model, "qaspr", DATA)
 
 
-def test_records_of_scrolls(tmp_path: Path) -> None:
+MEETING = {
+    "topic_list": [],
+    "meeting_transcripts": [{"speaker": "A", "content": "Hello ."}, {"speaker": "B", "content": "Hi ."}],
+    "general_query_list": [{"query": "Summarize.", "answer": "They met."}],
+    "specific_query_list": [{"query": "Who?", "answer": "A and B.", "relevant_text_span": [["0", "1"]]}],
+}  # fmt: skip
+
+
+def test_records_of_scrolls_and_meetings_of_qmsum(tmp_path: Path) -> None:
     """An input contains question and document; an item with several answers is repeated with the same id."""
     rows = [
-        ("1", "Why?\n\nA text.\n\nIts end.", "So."),
-        ("2", "Who?\n\nOther.", "I."),
-        ("1", "Why?\n\nA text.\n\nIts end.", "Yes."),
-        ("3", "Where?\n\nA text.\n\nIts end.", "Here."),
-    ]
-    path = tmp_path / "qasper.jsonl"
+        ("1", "Why?\n\nA text.\n\nIts end.", "So."), ("2", "Who?\n\nOther.", "I."),
+        ("1", "Why?\n\nA text.\n\nIts end.", "Yes."), ("3", "Where?\n\nA text.\n\nIts end.", "Here."),
+    ]  # fmt: skip
+    path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps(dict(zip(("id", "input", "output"), row, strict=True))) for row in rows))
-    loaded = load_questions(str(path), "qasper", "validation")
-    assert loaded.name == "qasper.jsonl"
-    assert loaded.questions == [
+    assert load_questions(str(path), "qasper", "validation") == ("data.jsonl", [
         Question("A text.\n\nIts end.", "Why?", ("So.", "Yes.")),
         Question("A text.\n\nIts end.", "Where?", ("Here.",)),
         Question("Other.", "Who?", ("I.",)),
-    ]
-
-
-def test_meetings_of_qmsum(tmp_path: Path) -> None:
-    meeting = {
-        "topic_list": [],
-        "meeting_transcripts": [{"speaker": "A", "content": "Hello ."}, {"speaker": "B", "content": "Hi ."}],
-        "general_query_list": [{"query": "Summarize.", "answer": "They met."}],
-        "specific_query_list": [{"query": "Who?", "answer": "A and B.", "relevant_text_span": [["0", "1"]]}],
-    }  # fmt: skip
-    path = tmp_path / "qmsum.jsonl"
-    path.write_text(json.dumps(meeting) + "\n\n")
+    ])  # fmt: skip
+    path.write_text(json.dumps(MEETING) + "\n\n")
     assert load_questions(str(path), "qmsum", "validation").questions == [
         Question("A: Hello .\nB: Hi .", "Summarize.", ("They met.",)),
         Question("A: Hello .\nB: Hi .", "Who?", ("A and B.",)),

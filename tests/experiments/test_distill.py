@@ -39,77 +39,72 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def llama(folder: Path) -> Gecko:
+    return gecko.load(folder / "model")
+
+
 def texts(folder: Path) -> list[str]:
     return [str(path) for path in sorted(folder.glob("*.txt"))]
+
+
+def distilled(model: Gecko, given: list[str], settings: Distillation = SETTINGS) -> tuple[Gecko, Any]:
+    return distill(model, ByteTokenizer(), open_texts(given, joined=False), settings)
 
 
 @pytest.fixture(scope="module")
 def taught(folder: Path) -> tuple[Gecko, Gecko, Any]:
     """Return the teacher, the student, and the results."""
     teacher = gecko.load(folder / "model")
-    return teacher, *distill(teacher, ByteTokenizer(), open_texts(texts(folder), joined=False), SETTINGS)
+    return teacher, *distilled(teacher, texts(folder))
 
 
 def tokens(rows: int = 2, length: int = 10 * CHUNK) -> Tensor:
     return torch.randint(264, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
+@torch.no_grad()
 def logits(model: Gecko, given: Tensor, **options: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(given, **options)[0]
-    return found
+    return model(given, **options)[0]
 
 
-def test_the_first_two_chunks_stay_the_llamas_to_the_bit(folder: Path, taught: tuple[Gecko, Gecko, Any]) -> None:
-    teacher, given = gecko.load(folder / "model"), tokens()
+def test_the_first_two_chunks_stay_the_llamas_to_the_bit(
+    folder: Path, llama: Gecko, taught: tuple[Gecko, Gecko, Any]
+) -> None:
+    """And all of them without the memory; only the gates of the memory have moved."""
+    given, untaught = tokens(), student_of(gecko.load(folder / "model"))
     documents = (torch.arange(given.shape[1]) >= 5 * CHUNK).long().expand_as(given)
-    for student in (student_of(gecko.load(folder / "model")), taught[1]):
-        ours, theirs = logits(student, given), logits(teacher, given)
+    for student in (untaught, taught[1]):
+        ours, theirs = logits(student, given), logits(llama, given)
         assert torch.equal(ours[:, : 2 * CHUNK], theirs[:, : 2 * CHUNK])
         assert not torch.equal(ours[:, 2 * CHUNK :], theirs[:, 2 * CHUNK :])
-        ours, theirs = logits(student, given, segment_ids=documents), logits(teacher, given, segment_ids=documents)
+        ours, theirs = logits(student, given, segment_ids=documents), logits(llama, given, segment_ids=documents)
         assert torch.equal(ours[:, 5 * CHUNK : 7 * CHUNK], theirs[:, 5 * CHUNK : 7 * CHUNK])
-
-
-def test_without_its_memory_the_student_is_the_llama(folder: Path, taught: tuple[Gecko, Gecko, Any]) -> None:
     off = sharing_parameters(taught[1], memory="none", memory_gate_channels=0)
-    assert off.config == gecko.load(folder / "model").config
-    assert torch.equal(logits(off, tokens()), logits(gecko.load(folder / "model"), tokens()))
-
-
-def test_full_attention_is_a_window_that_holds_the_row(folder: Path) -> None:
-    teacher = gecko.load(folder / "model")
-    given = tokens(length=30)
-    full, wide = full_attention(teacher, 30), sharing_parameters(teacher, chunk_size=64, bfloat16_window=False)
-    assert torch.allclose(logits(full, given), logits(wide, given), atol=1e-5)
-
-
-def test_only_the_gates_of_the_memory_move(folder: Path, taught: tuple[Gecko, Gecko, Any]) -> None:
-    before, after = student_of(gecko.load(folder / "model")).state_dict(), taught[1].state_dict()
+    assert off.config == llama.config and torch.equal(logits(off, given), logits(llama, given))
+    before, after = untaught.state_dict(), taught[1].state_dict()
     moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert moved == {name for name in before if ".to_memory_gate." in name}
-    assert len(moved) == 2 * taught[1].config.num_layers
+    assert len(moved) == 2 * llama.config.num_layers
 
 
-@pytest.mark.parametrize("stage", ["layer_losses", "logit_loss"])
-def test_both_losses_fall(folder: Path, taught: tuple[Gecko, Gecko, Any], stage: str) -> None:
+def test_full_attention_is_a_window_that_holds_the_row(llama: Gecko) -> None:
+    wide = sharing_parameters(llama, chunk_size=64, bfloat16_window=False)
+    assert torch.allclose(
+        logits(full_attention(llama, 30), tokens(length=30)), logits(wide, tokens(length=30)), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("loss_of", [module.layer_losses, module.logit_loss])
+def test_losses_fall_and_are_0_for_the_teacher_itself(
+    folder: Path, llama: Gecko, taught: tuple[Gecko, Gecko, Any], loss_of: Any
+) -> None:
     text = "".join(Path(name).read_text() for name in texts(folder))
-    batch = torch.tensor([*text[:256].encode()])[None]
-    teacher = gecko.load(folder / "model")
-    losses = [
-        float(getattr(module, stage)(full_attention(teacher, 256), student, batch, 2 * CHUNK))
-        for student in (student_of(teacher), taught[1])
-    ]
-    assert losses[1] < losses[0]
-
-
-def test_the_loss_of_layers_is_0_for_the_teacher_itself(folder: Path) -> None:
-    full, batch = full_attention(gecko.load(folder / "model"), 64), tokens(1, 64)
-    gated = student_of(gecko.load(folder / "model"))
-    same = sharing_parameters(gated, chunk_size=32, sinks=0, bfloat16_window=False)
-    assert float(module.layer_losses(full, same, batch, 16)) == 0
-    assert float(module.logit_loss(full, same, batch, 16)) == 0
-    assert float(module.layer_losses(full, gated, batch, 16)) > 0
+    batch, untaught = torch.tensor([*text[:256].encode()])[None], student_of(llama)
+    before, after = (float(loss_of(full_attention(llama, 256), x, batch, 2 * CHUNK)) for x in (untaught, taught[1]))
+    assert 0 < after < before
+    same = sharing_parameters(untaught, chunk_size=32, sinks=0, bfloat16_window=False)
+    assert float(loss_of(full_attention(llama, 64), same, tokens(1, 64), 16)) == 0
 
 
 def test_scores_are_of_tokens_beyond_the_window(taught: tuple[Gecko, Gecko, Any]) -> None:
@@ -120,29 +115,42 @@ def test_scores_are_of_tokens_beyond_the_window(taught: tuple[Gecko, Gecko, Any]
     rows = [torch.tensor([*Path(name).read_bytes()]).split(512) for name in results.settings["held_out"]]
     given = [torch.stack(found[: min(4, len(found) - 1)]) for found in rows]
     for name, model in (("memory off", teacher), ("memory on", student)):
-        means = [
-            float(model.token_losses(x[:, :-1], x[:, 1:])[0][:, 2 * CHUNK :].double().mean()) for x in given
-        ]  # fmt: skip
+        means = [float(model.token_losses(x[:, :-1], x[:, 1:])[0][:, 2 * CHUNK :].double().mean()) for x in given]
         assert first[name].value == pytest.approx(sum(means) / 2, abs=1e-6)
     difference = first["memory on"].value - first["memory off"].value
     assert first["memory on less off"].value == pytest.approx(difference)
 
 
-def test_the_command_writes_a_model_that_generates(folder: Path) -> None:
-    out, words = folder / "out", ["--tokens", "1024", "--length", "512", "--tokenizer", "bytes"]
-    result = CliRunner().invoke(app, ["distill", str(folder / "model"), str(out), *texts(folder), *words])
-    assert result.exit_code == 0, result.stderr
-    assert "memory on less" in result.stdout
+def test_the_command_writes_a_model_that_generates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody wrote into the folder meanwhile is kept."""
+    command = ["distill", str(folder / "model"), str(folder / "out"), *texts(folder), "--tokens", "1024", "--length",
+               "512", "--tokenizer", "bytes"]  # fmt: skip
+    result = CliRunner().invoke(app, command)
+    out, train = folder / "out", module.taught
+    assert result.exit_code == 0 and "memory on less" in result.stdout, result.stderr
     record = json.loads((out / "distill.json").read_text())
     assert record["evaluation"] == "distill" and record["settings"]["length"] == 512
     assert [len(losses) for losses in record["details"]["losses"].values()] == [1, 1]
     assert (out / "LICENSE").read_text() == "free\n"
     assert "trained a memory and its gates on 1,024 tokens" in (out / "README.md").read_text()
-    model = gecko.load(out)
+    model, given = gecko.load(out), tokens(1, 40)[0]
     assert model.config.memory == "adaptive" and model.config.bfloat16_window
-    written = gecko.generate(model, tokens(1, 40)[0], max_new_tokens=20, temperature=0).tokens[0]
-    read = torch.cat([tokens(1, 40)[0], torch.tensor(written)])
+    written = gecko.generate(model, given, max_new_tokens=20, temperature=0).tokens[0]
+    read = torch.cat([given, torch.tensor(written)])
     assert logits(model, read[None, :-1])[0, 39:].argmax(-1).tolist() == written
+
+    def write(*given: Any) -> Any:
+        (folder / "busy").mkdir()
+        (folder / "busy" / "model.safetensors").write_text("mine")
+        return train(*given)
+
+    monkeypatch.setattr(module, "taught", write)
+    result = CliRunner().invoke(app, [*command[:2], str(folder / "busy"), *command[3:]])
+    assert result.exit_code == 0, result.stderr
+    (kept,) = (folder / "busy").iterdir()
+    assert kept.name == "model.safetensors" and kept.read_text() == "mine"
+    (beside,) = folder.glob("busy-*")
+    assert beside.name in result.stdout and gecko.load(beside).config.memory == "adaptive"
 
 
 @pytest.mark.parametrize(
@@ -156,39 +164,15 @@ def test_the_command_writes_a_model_that_generates(folder: Path) -> None:
         ({"length": 4096}, "TEXT must be at least 3 files of 4,096 tokens each"),
     ],
 )
-def test_bad_settings_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
-    settings = dataclasses.replace(SETTINGS, **changes)
+def test_bad_settings_are_refused(folder: Path, llama: Gecko, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        distill(gecko.load(folder / "model"), ByteTokenizer(), open_texts(texts(folder), joined=False), settings)
+        distilled(llama, texts(folder), dataclasses.replace(SETTINGS, **changes))
 
 
-def test_a_text_is_not_both_learned_and_held_out(folder: Path, tmp_path: Path) -> None:
+def test_other_models_and_texts_are_refused(folder: Path, llama: Gecko, taught: Any, tmp_path: Path) -> None:
     (tmp_path / "copy.txt").write_bytes(Path(texts(folder)[0]).read_bytes())
-    given = open_texts([*texts(folder), str(tmp_path / "copy.txt")], joined=False)
     with pytest.raises(ValueError, match=r"copy\.txt begins as .*Name one\."):
-        distill(gecko.load(folder / "model"), ByteTokenizer(), given, SETTINGS)
-
-
-def test_what_somebody_wrote_into_the_folder_meanwhile_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, train = folder / "busy", module.taught
-
-    def write(*given: Any) -> Any:
-        out.mkdir()
-        (out / "model.safetensors").write_text("mine")
-        return train(*given)
-
-    monkeypatch.setattr(module, "taught", write)
-    words = ["--tokens", "1024", "--length", "512", "--tokenizer", "bytes"]
-    result = CliRunner().invoke(app, ["distill", str(folder / "model"), str(out), *texts(folder), *words])
-    assert result.exit_code == 0, result.stderr
-    assert [path.name for path in out.iterdir()] == ["model.safetensors"] and (
-        out / "model.safetensors"
-    ).read_text() == "mine"
-    (beside,) = folder.glob("busy-*")
-    assert beside.name in result.stdout and gecko.load(beside).config.memory == "adaptive"
-
-
-def test_a_model_that_is_no_converted_llama_is_refused(folder: Path, taught: tuple[Gecko, Gecko, Any]) -> None:
+        distilled(llama, [*texts(folder), str(tmp_path / "copy.txt")])
     for model in (Gecko(gecko.GeckoConfig.preset("tiny")), taught[1]):
         with pytest.raises(ValueError, match="MODEL must be a Llama of gecko convert, which has "):
-            distill(model, ByteTokenizer(), open_texts(texts(folder), joined=False), SETTINGS)
+            distilled(model, texts(folder))

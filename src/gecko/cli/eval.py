@@ -203,13 +203,14 @@ class Retrieval(SeededEvaluation):
     """Samples per length and depth."""
 
     def prepare(self) -> Measure:
-        from gecko.eval.retrieval import DEPTHS, RANDOM, WITH_DEPTH, NeedleGrid, check_task, retrieval
+        from gecko.eval.results import check_task
+        from gecko.eval.retrieval import DEPTHS, RANDOM, TASKS, WITH_DEPTH, NeedleGrid, retrieval
         from gecko.eval.ruler import READERS
         from gecko.eval.scored_model import open_files, open_texts
 
         depths: Sequence[float] | None = None
         lengths = _sizes("--lengths", self.lengths)
-        check_task(self.task)
+        check_task(self.task, TASKS)
         if self.depths is None:
             depths = DEPTHS if self.task in WITH_DEPTH else None
         elif self.depths != RANDOM:
@@ -327,9 +328,10 @@ class Scrolls(SeededEvaluation):
     """Largest number of tokens per answer."""
 
     def prepare(self) -> Measure:
-        from gecko.eval.scrolls import check_task, load_questions, scrolls
+        from gecko.eval.results import check_task
+        from gecko.eval.scrolls import TASKS, load_questions, scrolls
 
-        check_task(self.task)  # before data is downloaded
+        check_task(self.task, TASKS)  # before data is downloaded
         data = load_questions(self.data, self.task, "validation")
         shots = None if self.shots_data is None else load_questions(self.shots_data, self.task, "train")
         return lambda model, report: scrolls(

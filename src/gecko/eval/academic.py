@@ -19,17 +19,14 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from gecko.data import document_ids
-from gecko.eval.results import Results, Score, bootstrap_mean, wilson
+from gecko.eval.results import Results, Score, bootstrap_mean, check_task, wilson
 from gecko.eval.scored_model import ScoredModel
-from gecko.records import unknown_name
 from gecko.runtime.process import cached_data_sets_without_network, require
 
 _BLOCK = 1 << 16
 """Tokens per block in which texts are given to the model."""
 _NEW_TOKENS = 256
 """Default number of tokens per answer, as in the harness's own models."""
-
-Pair = tuple[tuple[str, str], list[int], list[int]]
 
 
 class HarnessModel(TemplateLM):
@@ -61,7 +58,7 @@ class HarnessModel(TemplateLM):
         return self._model.tokenizer.encode(string).tolist()
 
     def _loglikelihood_tokens(
-        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Return, per (texts, context, continuation), the continuation's log-probability and whether it is greedy."""
         found, read_ids, reading = [], None, None
@@ -147,13 +144,12 @@ def academic(
         FileNotFoundError: ``data`` does not hold a task that is asked for.
     """
     for task in tasks:
-        if task not in TASKS:
-            raise ValueError(unknown_name("task", task, TASKS))
+        check_task(task, TASKS)
     require("lm_eval", "eval")
     # The harness warns about every setting that is not the default.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is None:
-        specs = [{"task": name, "num_fewshot": TASKS[name].shots, **_metrics(name)} for name in tasks or TASKS]
+        specs = [_spec(name) for name in tasks or TASKS]
         notes = list[str]()
         try:
             with cached_data_sets_without_network("eval"):
@@ -189,11 +185,12 @@ def _row(name: str) -> str:
     return "mmlu" if name.startswith(SUBJECT) else name
 
 
-def _metrics(name: str) -> dict[str, Any]:
-    """Return the harness's setting of a task's metrics. Answers in words have those of the harness."""
-    metric = TASKS[_row(name)].metric
-    chosen = [{"metric": one} for one in dict.fromkeys((metric, "acc"))]
-    return {"metric_list": chosen} if metric.startswith("acc") and name != "mmlu" else {}
+def _spec(name: str, **settings: Any) -> dict[str, Any]:
+    """Return the harness's settings of a task, with the table's shots and metrics; answers in words have its own."""
+    shots, metric, _ = TASKS[_row(name)]
+    if metric.startswith("acc") and name != "mmlu":
+        settings["metric_list"] = [{"metric": one} for one in dict.fromkeys((metric, "acc"))]
+    return {"task": name, "num_fewshot": shots, **settings}
 
 
 def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -221,26 +218,26 @@ def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]
     if not chosen:
         raise FileNotFoundError(f"{folder} must hold files such as piqa_val.arrow; it holds none of the tasks.")
     notes = list[str]()
-    specs = [_local_task(name, TASKS[task].shots, found[name], notes) for task in chosen for name in by_task[task]]
+    specs = [_local_task(name, found[name], notes) for task in chosen for name in by_task[task]]
     notes += [f"{task} skipped: {folder.name} has no file of it" for task in missing if not tasks]
     if "mmlu" in chosen:
         notes.append(f"mmlu is of {len(by_task['mmlu'])} subjects, those at hand")
     return specs, notes
 
 
-def _local_task(name: str, shots: int, splits: Mapping[str, Path], notes: list[str]) -> dict[str, Any]:
+def _local_task(name: str, splits: Mapping[str, Path], notes: list[str]) -> dict[str, Any]:
     """Return a task on the validation or else the test split, with shots from dev, train, or else the same split."""
     evaluated = next((split for split in ("validation", "test") if split in splits), None)
     if evaluated is None:
         raise FileNotFoundError(f"{name} must have a file {name}_val or {name}_test; there is only {list(splits)}.")
-    source = next((split for split in ("dev", "train") if split in splits), evaluated)
+    source, shots = next((split for split in ("dev", "train") if split in splits), evaluated), TASKS[_row(name)].shots
     if shots and source == evaluated:
         notes.append(f"{name}: its {shots} shots are other items of the {evaluated} split; there is no other file")
     # The harness excludes an item from its own shots only if shots are from the split that it calls the test split.
-    return {
-        "task": name, "num_fewshot": shots, "custom_dataset": lambda **_: _open(name, splits), "training_split": None,
-        "validation_split": None, "test_split": evaluated, "fewshot_split": source, **_metrics(name),
-    }  # fmt: skip
+    return _spec(
+        name, custom_dataset=lambda **_: _open(name, splits), training_split=None, validation_split=None,
+        test_split=evaluated, fewshot_split=source,
+    )  # fmt: skip
 
 
 def _open(name: str, splits: Mapping[str, Path]) -> dict[str, Any]:
@@ -272,13 +269,12 @@ def _check_answers(name: str, task: Any, limit: int | None) -> None:
 
 def _load(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     """Load the harness's tasks by name. Definitions are searched only in the folders of these tasks, for speed."""
-    tasks = require("lm_eval.tasks", "eval")
-    root = Path(str(tasks.__file__)).parent
-    folders = [root / folder for folder in dict.fromkeys(task.folder for task in TASKS.values())]
-    manager = tasks.TaskManager(include_defaults=False, include_path=folders)
+    tasks, folders = require("lm_eval.tasks", "eval"), dict.fromkeys(task.folder for task in TASKS.values())
+    include = [Path(str(tasks.__file__)).parent / folder for folder in folders]
+    manager = tasks.TaskManager(include_defaults=False, include_path=include)
     for spec in specs:
         if spec["task"] not in manager.all_tasks:
-            raise ValueError(unknown_name("task", spec["task"], manager.all_subtasks))
+            check_task(spec["task"], manager.all_subtasks)
     loaded = manager.load({"group": "table-1", "task": [dict(spec) for spec in specs]})["tasks"]
     for task in loaded.values():
         task.set_fewshot_seed(seed)

@@ -9,16 +9,8 @@ from typing import Annotated, Any
 import torch
 
 from gecko.config import GeckoConfig
-from gecko.eval.results import Report, Results, Score, quiet, share_by_row
-from gecko.eval.synthetic import (
-    TASKS,
-    SyntheticBatch,
-    TaskSize,
-    check_task,
-    generator_of,
-    guessing,
-    hits_by_distance,
-)
+from gecko.eval.results import Report, Results, Score, check_task, quiet, share_by_row
+from gecko.eval.synthetic import TASKS, SyntheticBatch, TaskSize, generator_of, guessing, hits_by_distance
 from gecko.inference.prefill import inference
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, parse_config
 from gecko.records import Parsed
@@ -78,7 +70,7 @@ def diagnose(task: str, diagnosis: Diagnosis, device: torch.device, *, report: R
     Raises:
         ValueError: the task is unknown, or the size does not fit it.
     """
-    check_task(task)
+    check_task(task, TASKS)
     torch.manual_seed(diagnosis.seed)
     model = build_model(diagnosis.model).to(device)
     losses = _train(task, model, diagnosis, report)
@@ -89,7 +81,7 @@ def diagnose(task: str, diagnosis: Diagnosis, device: torch.device, *, report: R
     }  # fmt: skip
     scores = evaluate_task(task, model, diagnosis.size, diagnosis.test_rows, diagnosis.seed)
     notes = [f"guessing gives {settings['guessing']:.4f}"]
-    if (first := next((point["step"] for point in losses if point["loss"] is None), None)) is not None:
+    if first := next((point["step"] for point in losses if point["loss"] is None), None):
         notes.append(f"training diverged: the loss is not finite at step {first}; try a smaller learning_rate")
     return Results("diagnose", scores, settings, diagnosis.seed, notes, {"training_losses": losses})
 
@@ -122,7 +114,14 @@ def _train(task: str, model: LanguageModel, diagnosis: Diagnosis, report: Report
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=diagnosis.learning_rate, betas=(0.9, 0.95), weight_decay=diagnosis.weight_decay
     )
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, diagnosis))
+    rise = max(1, round(diagnosis.warmup * diagnosis.steps))
+
+    def factor(step: int) -> float:
+        if step < rise:
+            return (step + 1) / rise
+        return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, diagnosis.steps - rise)))
+
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     device, every, losses = next(model.parameters()).device, max(1, diagnosis.steps // 20), []
     for step in range(diagnosis.steps):
         generator = generator_of("train", diagnosis.seed, step)
@@ -139,10 +138,3 @@ def _train(task: str, model: LanguageModel, diagnosis: Diagnosis, report: Report
             losses.append({"step": step + 1, "loss": value if math.isfinite(value) else None})
             report(f"step {step + 1}: loss {value:.4f}")
     return losses
-
-
-def _rate(step: int, diagnosis: Diagnosis) -> float:
-    rise = max(1, round(diagnosis.warmup * diagnosis.steps))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, diagnosis.steps - rise)))

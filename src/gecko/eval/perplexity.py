@@ -24,23 +24,6 @@ _LARGEST_EXPONENT = 500
 """Largest logarithm of a perplexity that is reported; texts of very long words exceed it per word."""
 
 
-@dataclass(frozen=True)
-class _SegmentPlan:
-    """Texts to score: the first tokens of each text, a multiple of the largest length."""
-
-    lengths: tuple[int, ...]
-    block: int
-    """Tokens per block; blocks are the units of the bootstrap."""
-    texts: list[Text]
-    sizes: list[TextSize]
-    """Size of the scored part of each text."""
-    notes: list[str]
-
-    @property
-    def total(self) -> TextSize:
-        return TextSize(*(sum(getattr(size, name) for size in self.sizes) for name in ("tokens", "bytes", "words")))
-
-
 def perplexity(
     model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int] | None = None, *, seed: int = 0,
     report: Report = quiet,
@@ -58,57 +41,67 @@ def perplexity(
     Raises:
         ValueError: a length does not divide the next one, or all texts are too short.
     """
-    plan = _plan(model, texts, lengths)
-    total, scores, blocks = plan.total, list[Score](), list[Values]()
-    for number, length in enumerate(plan.lengths):
-        blocks.append(_block_losses(model, plan, length, report))
-        scores += _scores(length, blocks[-1], total, seed)
-        if number:  # paired by block; a negative change is better
-            change, name = blocks[-1] - blocks[-2], f"change from {plan.lengths[number - 1]:,}, nats"
-            spread = bootstrap_mean(change / plan.block, f"blocks of {plan.block:,} tokens", seed)
-            mean, where = float(change.sum()) / total.tokens, {"context": length}
-            scores.append(Score(name, mean, total.tokens, "tokens", spread, where))
-    settings = {"lengths": list(plan.lengths), "texts": [text.name for text in plan.texts], "block": plan.block}
-    return Results("perplexity", scores, settings, seed, plan.notes, {"bytes": total.bytes, "words": total.words})
-
-
-def _plan(model: ScoredModel[Any], texts: Sequence[Text], lengths: Sequence[int] | None) -> _SegmentPlan:
-    tokens = [sum(map(len, text.tokens(model.tokenizer))) for text in texts]
-    shortest, longest, kept, sizes, notes = min(tokens), max(tokens), [], [], []
+    counts, notes = [sum(map(len, text.tokens(model.tokenizer))) for text in texts], list[str]()
     if lengths is None:
-        chosen = tuple(length for length in LENGTHS if length <= shortest)
+        chosen = [length for length in LENGTHS if length <= min(counts)]
         if not chosen:
-            raise ValueError(f"texts must have at least {LENGTHS[0]:,} tokens; the shortest has {shortest:,}.")
+            raise ValueError(f"texts must have at least {LENGTHS[0]:,} tokens; the shortest has {min(counts):,}.")
         for length in LENGTHS[len(chosen) :]:
-            notes.append(f"context {length:,} skipped: the shortest text has {shortest:,} tokens")
+            notes.append(f"context {length:,} skipped: the shortest text has {min(counts):,} tokens")
     else:
-        chosen = tuple(sorted(set(lengths)))
+        chosen = sorted(set(lengths))
         if not chosen or chosen[0] < 1 or any(b % a for a, b in pairwise(chosen)):
             raise ValueError(
                 f"context lengths must be at least 1 and each a divisor of the next, so that segments of all hold the "
                 f"same tokens; got {list(lengths)}. Try powers of two."
             )
-    largest = chosen[-1]
-    for text, count in zip(texts, tokens, strict=True):
+    kept = _scored_parts(model, texts, counts, chosen[-1], notes)
+    total = TextSize(*map(sum, zip(*(size for _, size in kept), strict=True)))
+    block, scores, blocks = _block(chosen, total.tokens), list[Score](), list[Values]()
+    for number, length in enumerate(chosen):
+        sums, place = np.zeros(total.tokens // block), 0
+        for text, size in kept:
+            cursor = Cursor(text.tokens(model.tokenizer))
+            for _ in range(size.tokens // length):
+                report(f"context {length:,}: {place:,} of {total.tokens:,} tokens")
+                for losses in segment_losses(model, cursor, length):
+                    np.add.at(sums, (place + np.arange(len(losses))) // block, losses.double().numpy())
+                    place += len(losses)
+        blocks.append(sums)
+        scores += _scores(length, sums, total, seed)
+        if number:  # paired by block; a negative change is better
+            change, name = blocks[-1] - blocks[-2], f"change from {chosen[number - 1]:,}, nats"
+            spread = bootstrap_mean(change / block, f"blocks of {block:,} tokens", seed)
+            mean, where = float(change.sum()) / total.tokens, {"context": length}
+            scores.append(Score(name, mean, total.tokens, "tokens", spread, where))
+    settings = {"lengths": chosen, "texts": [text.name for text, _ in kept], "block": block}
+    return Results("perplexity", scores, settings, seed, notes, {"bytes": total.bytes, "words": total.words})
+
+
+def _scored_parts(
+    model: ScoredModel[Any], texts: Sequence[Text], counts: Sequence[int], largest: int, notes: list[str]
+) -> list[tuple[Text, TextSize]]:
+    """Return texts with the sizes of what is scored: the first tokens, a multiple of the largest length."""
+    kept = []
+    for text, count in zip(texts, counts, strict=True):
         scored = count // largest * largest
         if not scored:
             notes.append(f"skipped {text.name}: its {count:,} tokens are fewer than the context of {largest:,}")
             continue
         if scored < count:
             notes.append(f"{text.name}: the first {scored:,} of {count:,} tokens are scored, whole segments")
-        kept.append(text)
         if lost := check_loss(model.tokenizer, text.start(), allowed=True):
             notes.append(f"{text.name}: {lost}")
-        sizes.append(measure(model.tokenizer, Cursor(text.tokens(model.tokenizer)).take(scored)))
+        kept.append((text, measure(model.tokenizer, Cursor(text.tokens(model.tokenizer)).take(scored))))
     if not kept:
         raise ValueError(
             f"a text must be at least as long as the largest context, {largest:,} tokens; the longest has "
-            f"{longest:,}. Ask for shorter contexts (--lengths), or join the files to one text (--joined)."
+            f"{max(counts):,}. Ask for shorter contexts (--lengths), or join the files to one text (--joined)."
         )
-    return _SegmentPlan(chosen, _block(chosen, sum(size.tokens for size in sizes)), kept, sizes, notes)
+    return kept
 
 
-def _block(lengths: tuple[int, ...], total: int) -> int:
+def _block(lengths: Sequence[int], total: int) -> int:
     """Return the tokens per block, a divisor of every segment. Blocks are large, so that they are nearly independent
     and at most ``MOST_BLOCKS``, but small enough that there are many."""
     block = lengths[0]
@@ -117,21 +110,6 @@ def _block(lengths: tuple[int, ...], total: int) -> int:
     while total // block > MOST_BLOCKS and lengths[-1] % (2 * block) == 0:
         block *= 2
     return block
-
-
-def _block_losses(model: ScoredModel[Any], plan: _SegmentPlan, length: int, report: Report) -> Values:
-    """Return the summed losses of every block of the scored tokens, (blocks,)."""
-    sums = np.zeros(plan.total.tokens // plan.block)
-    place = 0
-    for text, size in zip(plan.texts, plan.sizes, strict=True):
-        cursor = Cursor(text.tokens(model.tokenizer))
-        for _ in range(size.tokens // length):
-            report(f"context {length:,}: {place:,} of {plan.total.tokens:,} tokens")
-            for losses in segment_losses(model, cursor, length):
-                index = (place + np.arange(len(losses))) // plan.block
-                np.add.at(sums, index, losses.double().numpy())
-                place += len(losses)
-    return sums
 
 
 def segment_losses(model: ScoredModel[Any], cursor: Cursor, length: int) -> Iterator[Tensor]:
@@ -207,19 +185,15 @@ class Moments:
         self.mean += step / self.n
         self._squares += step * (x - self.mean)
 
-    def errors(self) -> Values | None:
+    def errors(self) -> list[float] | list[None]:
         """Return the standard errors of the means; None for fewer than two vectors."""
-        return None if self.n < 2 else np.sqrt(self._squares / (self.n - 1) / self.n)
+        return [None] * len(self.mean) if self.n < 2 else np.sqrt(self._squares / (self.n - 1) / self.n).tolist()
 
 
 def positions(
-    model: ScoredModel[Any],
-    texts: Sequence[Text],
-    grid: PositionGrid,
-    *,
-    segments: int | None = None,
+    model: ScoredModel[Any], texts: Sequence[Text], grid: PositionGrid, *, segments: int | None = None,
     report: Report = quiet,
-) -> Results:
+) -> Results:  # fmt: skip
     """Measure the loss by position in segments of ``grid.length`` tokens, and test for higher loss after borders.
 
     Each segment is read from an empty state. In every chunk except a segment's first, the test pairs the mean loss of
@@ -264,12 +238,10 @@ def positions(
 
 
 def _curve(samples: Moments, width: int) -> list[dict[str, float | int | None]]:
-    errors = samples.errors()
     return [
-        {"position": place * width, "mean": float(mean), "n": samples.n,
-         "standard_error": None if errors is None else float(errors[place])}
-        for place, mean in enumerate(samples.mean)
-    ]  # fmt: skip
+        {"position": place * width, "mean": mean, "n": samples.n, "standard_error": error}
+        for place, (mean, error) in enumerate(zip(samples.mean.tolist(), samples.errors(), strict=True))
+    ]
 
 
 def _position_scores(border: Moments, grid: PositionGrid) -> list[Score]:
@@ -277,9 +249,9 @@ def _position_scores(border: Moments, grid: PositionGrid) -> list[Score]:
     names = ("nats after a border", "nats in the rest", "border minus rest")
     scores = [
         Score(name, float(mean), border.n, "chunks", student(mean, error, border.n, "chunks"), where)
-        for name, mean, error in zip(names, border.mean, [None] * 3 if errors is None else errors, strict=True)
+        for name, mean, error in zip(names, border.mean, errors, strict=True)
     ]
-    if errors is None or not errors[2] > 0:  # one chunk, or equal chunks: no test
+    if not errors[2]:  # one chunk, or equal chunks: no test
         return scores
     t = float(border.mean[2] / errors[2])
     p = 2 * float(require("scipy.stats", "eval").t.sf(abs(t), border.n - 1))

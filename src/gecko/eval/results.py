@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,14 +16,27 @@ from rich import box
 from rich.table import Table
 
 from gecko.io.files import write_text
+from gecko.records import unknown_name
 from gecko.runtime.process import code_version, require
 
 Values = NDArray[np.float64]
-
+Report = Callable[[str], None]
+"""Function that an evaluation calls with a description of its progress."""
+FORMAT = "gecko-evaluation-1"
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 _RESAMPLES_AT_ONCE = 100
 _ROWS_SEED = 0
+
+
+def quiet(place: str) -> None:
+    """Ignore the progress."""
+
+
+def check_task(task: str, tasks: Collection[str]) -> None:
+    """Raise ValueError that names the nearest one if a task is none of ``tasks``."""
+    if task not in tasks:
+        raise ValueError(unknown_name("task", task, tasks))
 
 
 @dataclass(frozen=True)
@@ -39,16 +52,18 @@ class Interval:
         return Interval(function(self.low), function(self.high), self.method)
 
 
+def methods(intervals: Iterable[Interval | None]) -> str:
+    """Return the names of the intervals' methods, each once."""
+    return "; ".join(dict.fromkeys(one.method for one in intervals if one is not None))
+
+
 def wilson(successes: int, trials: int) -> Interval:
     """Return the Wilson interval of a proportion of ``trials`` ≥ 1 independent trials."""
-    statistics = require("scipy.stats", "eval")
-    found = statistics.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
+    found = require("scipy.stats", "eval").binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return Interval(float(found.low), float(found.high), "Wilson, 95 %")
 
 
-def bootstrap(
-    samples: Sequence[Values], statistic: Callable[..., Values], unit: str, seed: int
-) -> Interval | None:  # fmt: skip
+def bootstrap(samples: Sequence[Values], statistic: Callable[..., Values], unit: str, seed: int) -> Interval | None:
     """Return the percentile bootstrap interval over resamples of units; None for fewer than two.
 
     Args:
@@ -58,8 +73,7 @@ def bootstrap(
     """
     if len(samples[0]) < 2:
         return None
-    statistics = require("scipy.stats", "eval")
-    found = statistics.bootstrap(
+    found = require("scipy.stats", "eval").bootstrap(
         tuple(samples), statistic, n_resamples=RESAMPLES, batch=_RESAMPLES_AT_ONCE, vectorized=True, paired=True,
         confidence_level=CONFIDENCE, method="percentile", rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
@@ -71,9 +85,14 @@ def bootstrap_mean(values: Values, unit: str, seed: int) -> Interval | None:
     return bootstrap([values], lambda x, axis=-1: x.mean(axis=axis), unit, seed)
 
 
-def bootstrap_ratio(sums: Values, counts: Values, unit: str, seed: int) -> Interval | None:
+def _bootstrap_ratio(sums: Values, counts: Values, unit: str) -> Interval | None:
     """Return the bootstrap interval of Σ ``sums`` / Σ ``counts``, both (n,)."""
-    return bootstrap([sums, counts], lambda x, n, axis=-1: x.sum(axis=axis) / n.sum(axis=axis), unit, seed)
+    return bootstrap([sums, counts], lambda x, n, axis=-1: x.sum(axis=axis) / n.sum(axis=axis), unit, _ROWS_SEED)
+
+
+def over_rows(losses: Sequence[float] | Values, targets: Sequence[int], scale: float) -> Interval | None:
+    """Return the bootstrap interval of ``scale`` · Σ ``losses`` / Σ ``targets``; None for fewer than two rows."""
+    return _bootstrap_ratio(scale * np.array(losses), np.array(targets, float), "held-out rows")
 
 
 def student(mean: float, error: float | None, n: int, unit: str) -> Interval | None:
@@ -91,17 +110,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 def over_seeds(values: Sequence[float]) -> Interval | None:
     """Return Student's t interval of the mean over seeds; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    return student(fmean(values), standard_error(values), len(values), f"{len(values)} seeds")
-
-
-def over_rows(losses: Sequence[float] | Values, targets: Sequence[int], scale: float) -> Interval | None:
-    """Return the bootstrap interval of ``scale`` · Σ ``losses`` / Σ ``targets`` over held-out rows.
-
-    None for fewer than two rows.
-    """
-    return bootstrap_ratio(scale * np.array(losses), np.array(targets, float), "held-out rows", _ROWS_SEED)
+    return student(fmean(values), standard_error(values), len(values), f"{len(values)} seeds") if values else None
 
 
 def share(hits: Sequence[bool]) -> tuple[float, Interval]:
@@ -120,20 +129,9 @@ def share_by_row(rows: Sequence[Sequence[bool]]) -> tuple[float, Interval | None
     if counts.max() == 1:
         return value, wilson(int(hits.sum()), len(rows))
     if value in (0, 1) and len(rows) > 1:
-        alike = wilson(int(value) * len(rows), len(rows))
-        return value, replace(alike, method="rows alike: Wilson over rows, 95 %")
-    found = bootstrap_ratio(hits, counts, "rows", _ROWS_SEED)
+        return value, replace(wilson(int(value) * len(rows), len(rows)), method="rows alike: Wilson over rows, 95 %")
+    found = _bootstrap_ratio(hits, counts, "rows")
     return value, found and replace(found, method="bootstrap over rows, 95 %")
-
-
-FORMAT = "gecko-evaluation-1"
-
-Report = Callable[[str], None]
-"""Function that an evaluation calls with a description of its progress."""
-
-
-def quiet(place: str) -> None:
-    """Ignore the progress."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +195,7 @@ class Results:
         for name in ("value", "95 % interval", "n"):
             table.add_column(name, justify="right", no_wrap=True)
         for score in self.scores:
-            cells = [score.where.get(name, "") for name in places]
-            found = score.interval
+            cells, found = [score.where.get(name, "") for name in places], score.interval
             table.add_row(
                 *(f"{cell:g}" if isinstance(cell, float) else readable(cell) for cell in cells), score.name,
                 readable(score.value), "none" if found is None else f"{readable(found.low)} .. {readable(found.high)}",
@@ -208,8 +205,7 @@ class Results:
 
     def methods(self) -> str:
         """Return the names of the intervals' methods."""
-        found = dict.fromkeys(score.interval.method for score in self.scores if score.interval is not None)
-        return "; ".join(found)
+        return methods(score.interval for score in self.scores)
 
 
 def readable(value: str | int | float) -> str:

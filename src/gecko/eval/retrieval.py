@@ -15,23 +15,11 @@ from typing import Any
 import numpy as np
 
 from gecko.data import Tokenizer, document_ids
-from gecko.eval.results import Report, Results, Score, bootstrap_mean, quiet, share
-from gecko.eval.ruler import (
-    NEEDLES,
-    NEW_TOKENS,
-    NOISE,
-    READERS,
-    Draw,
-    Sample,
-    Units,
-    common_words,
-    frequent_words,
-    questions,
-    variables,
-)
+from gecko.eval import ruler
+from gecko.eval.results import Report, Results, Score, bootstrap_mean, check_task, quiet, share
+from gecko.eval.ruler import NEEDLES, NEW_TOKENS, NOISE, READERS, Sample, Units
 from gecko.eval.scored_model import ScoredModel, Text
 from gecko.io.files import fitting, parse_json
-from gecko.records import unknown_name
 
 PASSKEY = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
@@ -87,18 +75,17 @@ class Haystack:
             ValueError: the smallest form of this sample does not fit.
         """
         for count in range(units, self.units.least - 1, -1):
-            sample = self.units.build(Draw(count, depth, random.Random(seed), number))
+            sample = self.units.build(count, depth, random.Random(seed), number)
             if self._holds(sample):
                 return sample
         raise self._too_short()
 
-    def _holds(self, sample: Sample) -> bool:
-        return len(self.tokenizer.encode(sample.prompt)) + 1 + TASKS[self.task] <= self.length
-
     def fits(self, units: int) -> bool:
         """Return whether a sample with that many units fits."""
-        depth = 0.5 if self.task in WITH_DEPTH else None
-        return self._holds(self.units.build(Draw(units, depth, random.Random(0))))
+        return self._holds(self.units.build(units, 0.5 if self.task in WITH_DEPTH else None, random.Random(0), 0))
+
+    def _holds(self, sample: Sample) -> bool:
+        return len(self.tokenizer.encode(sample.prompt)) + 1 + TASKS[self.task] <= self.length
 
     def _too_short(self) -> ValueError:
         return ValueError(
@@ -110,11 +97,6 @@ class Haystack:
 _FORMS = {"qa_1": "SQuAD's", "qa_2": "HotpotQA's"}
 
 
-def check_task(task: str) -> None:
-    if task not in TASKS:
-        raise ValueError(unknown_name("task", task, TASKS))
-
-
 def units_by_length(task: str, tokenizer: Tokenizer, texts: Sequence[Text] = ()) -> Callable[[int], Units]:
     """Return the function from a length in tokens to the samples of a task; it reads ``texts`` once.
 
@@ -124,48 +106,42 @@ def units_by_length(task: str, tokenizer: Tokenizer, texts: Sequence[Text] = ())
     Raises:
         ValueError: the task is unknown, texts are missing or not used by it, or a file has no questions.
     """
-    check_task(task)
+    check_task(task, TASKS)
     if bool(texts) != (task in OF_TEXTS or task in READERS):
         needs = "makes its own text, so none" if texts else "needs texts (essays, books) to hide its needle in"
         if task in READERS and not texts:
             needs = f"needs a file of questions in {_FORMS[task]} form"
         raise ValueError(f"{task} {needs}; got {len(texts)} texts.")
     if task == "cwe":  # RULER's short lists below 4,096 tokens. Bytes need them further: a word has more of them
-        short, long = common_words(short=True), common_words(short=False)
+        short, long = ruler.common_words(short=True), ruler.common_words(short=False)
         return lambda length: (
             long if length >= 4096 and Haystack(task, tokenizer, length, long).fits(long.least) else short
         )
     if task == "fwe":
-        return lambda length: frequent_words(length - NEW_TOKENS[task])
+        return lambda length: ruler.frequent_words(length - NEW_TOKENS[task])
     if task in READERS:
-        units = _questions(task, texts)
+        if len(texts) != 1:
+            raise ValueError(f"{task} takes one file of questions; got {len(texts)}.")
+        (text,), what = texts, f"questions in {_FORMS[task]} form"
+        asked, documents = fitting(text.name, what, lambda: READERS[task](parse_json(text.whole())))
+        if not asked:
+            raise ValueError(f"{text.name} must have a question that has an answer; it has none.")
+        units = ruler.questions(asked, documents)
     elif task == "passkey":
         units = Units(_passkey)
     elif task == "vt":
-        units = variables(lambda prompt: len(tokenizer.encode(prompt)) <= _EXAMPLE)
+        units = ruler.variables(lambda prompt: len(tokenizer.encode(prompt)) <= _EXAMPLE)
     else:
-        units = NEEDLES[task].units(" ".join(text.whole() for text in texts).split())
+        units = NEEDLES[task].units(" ".join(one.whole() for one in texts).split())
     return lambda _: units
 
 
-def _questions(task: str, texts: Sequence[Text]) -> Units:
-    if len(texts) != 1:
-        raise ValueError(f"{task} takes one file of questions; got {len(texts)}.")
-    (text,) = texts
-    what = f"questions in {_FORMS[task]} form"
-    asked, documents = fitting(text.name, what, lambda: READERS[task](parse_json(text.whole())))
-    if not asked:
-        raise ValueError(f"{text.name} must have a question that has an answer; it has none.")
-    return questions(asked, documents)
-
-
-def _passkey(draw: Draw) -> Sample:
+def _passkey(units: int, depth: float | None, rng: random.Random, number: int) -> Sample:
     """Return ``units`` characters of noise with the needle after the fraction ``depth``, or after a random number."""
-    noise = " ".join([NOISE] * (draw.units // len(NOISE) + 1))
-    before = draw.rng.randint(0, draw.units) if draw.depth is None else round(draw.units * draw.depth)
-    value = str(draw.rng.randint(1, 50_000))
-    prompt = PASSKEY.format(before=noise[:before], after=noise[: draw.units - before], value=value)
-    return Sample(prompt, (value,))
+    noise = " ".join([NOISE] * (units // len(NOISE) + 1))
+    before = rng.randint(0, units) if depth is None else round(units * depth)
+    value = str(rng.randint(1, 50_000))
+    return Sample(PASSKEY.format(before=noise[:before], after=noise[: units - before], value=value), (value,))
 
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -207,7 +183,7 @@ def retrieval(
         ValueError: the task is unknown or has no depth to choose, a length is too small for it, or the texts are too
             short for a length.
     """
-    check_task(task)
+    check_task(task, TASKS)
     if grid.depths is not None and task not in WITH_DEPTH:
         raise ValueError(f"{task} hides more than one needle, so its places are drawn; got depths. Leave them out.")
     units_of = units_by_length(task, model.tokenizer, texts)
@@ -216,20 +192,17 @@ def retrieval(
         hay = Haystack(task, model.tokenizer, length, units_of(length))
         units = hay.fit()
         for depth in [None] if grid.depths is None else grid.depths:
-            report(f"length {length:,}, depth {RANDOM if depth is None else depth}")
-            found = []
+            where = {"task": task, "length": length, "depth": RANDOM if depth is None else depth}
+            place, found = f"length {length:,}, depth {where['depth']}", []
+            report(place)
             for number in range(grid.samples):
                 sample = hay.sample(units, depth, f"{seed} {length} {depth} {number}", number)
                 tokens = document_ids(model.tokenizer, sample.prompt)
-                found.append((sample, model.write(model.read(tokens), TASKS[task]), len(tokens)))
-            where = {"task": task, "length": length, "depth": RANDOM if depth is None else depth}
+                found.append((sample, model.write(model.read(tokens), TASKS[task])))
+                answers.append(where | {"expected": list(sample.answers), "tokens": len(tokens), "got": found[-1][1]})
             scores += _scores(found, where, seed)
-            if empty := sum(not got.strip() for _, got, _ in found):
-                place = f"length {length:,}, depth {where['depth']}"
+            if empty := sum(not got.strip() for _, got in found):
                 notes.append(f"{place}: {empty} of {len(found)} answers are empty, and count as wrong")
-            answers += [
-                where | {"expected": list(sample.answers), "tokens": count, "got": got} for sample, got, count in found
-            ]
     settings = {
         "task": task, "texts": [text.name for text in texts], "lengths": list(grid.lengths),
         "depths": RANDOM if grid.depths is None else list(grid.depths), "samples": grid.samples,
@@ -238,20 +211,16 @@ def retrieval(
     return Results("retrieval", scores, settings, seed, notes, {"words": hay.units.most, "answers": answers})
 
 
-Answered = tuple[Sample, str, int]
-"""A sample, the model's text, and the number of prompt tokens."""
-
-
-def _scores(found: Sequence[Answered], where: dict[str, Any], seed: int) -> list[Score]:
+def _scores(found: Sequence[tuple[Sample, str]], where: dict[str, Any], seed: int) -> list[Score]:
     """Return RULER's score; for the passkey also the score of the original test, on the first number only."""
     rule = "string_match_part" if found[0][0].one_suffices else "string_match_all"
-    values = [matched(got, sample) for sample, got, _ in found]
+    values = [matched(got, sample) for sample, got in found]
     if rule == "string_match_all" and len(found[0][0].answers) > 1:
         interval = bootstrap_mean(np.array(values), "samples", seed)
         return [Score(rule, sum(values) / len(values), len(values), "samples", interval, where)]
     rules = {rule: [value == 1 for value in values]}
     if where["task"] == "passkey":
-        rules["first number"] = [first_number(got) == int(sample.answers[0]) for sample, got, _ in found]
+        rules["first number"] = [first_number(got) == int(sample.answers[0]) for sample, got in found]
     shares = {name: share(hits) for name, hits in rules.items()}
     return [Score(name, value, len(found), "samples", interval, where) for name, (value, interval) in shares.items()]
 

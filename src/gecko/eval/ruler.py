@@ -13,10 +13,9 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from gecko.runtime.process import require
 
@@ -57,8 +56,7 @@ _DEPTHS = 40
 _HOPS, _COMMON = 4, 10
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A prompt and its answers: the model's text should have all of them, or one if ``one_suffices``."""
 
     prompt: str
@@ -66,30 +64,21 @@ class Sample:
     one_suffices: bool = False
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Inputs of one sample."""
-
-    units: int
-    depth: float | None
-    """Fraction of the haystack before the needle; None: drawn."""
-    rng: random.Random
-    number: int = 0
-    """Number of the sample, which chooses its question."""
+Build = Callable[[int, float | None, random.Random, int], Sample]
+"""Function of units, fraction of the haystack before the needle (None: drawn), random numbers, and number of the
+sample, which chooses its question."""
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Samples of a task by size: the longest prompt has the most units (lines, words or documents) that fit."""
 
-    build: Callable[[Draw], Sample]
+    build: Build
     least: int = 1
     most: int | None = None
     """None: unlimited."""
 
 
-@dataclass(frozen=True)
-class Needles:
+class Needles(NamedTuple):
     """Keys with values, hidden in noise, in texts, or among other needles."""
 
     among: str
@@ -108,46 +97,38 @@ class Needles:
         most = len(words) if self.among == "texts" else None
         return Units(partial(self.sample, words), self.keys * self.values, most)
 
-    def sample(self, words: Sequence[str], draw: Draw) -> Sample:
-        rng = draw.rng
+    def sample(
+        self, words: Sequence[str], units: int, depth: float | None, rng: random.Random, number: int = 0
+    ) -> Sample:
+        key, value = _KINDS[self.key_kind], _KINDS[self.value_kind]
         hidden: dict[str, list[str]] = {}
         while len(hidden) < self.keys:
-            hidden[self._key(rng)] = [self._value(rng) for _ in range(self.values)]
-        needles = [self._needle(key, value) for key, values in hidden.items() for value in values]
+            hidden[key(rng)] = [value(rng) for _ in range(self.values)]
+        needles = [self._needle(name, one) for name, values in hidden.items() for one in values]
         rng.shuffle(needles)
-        context = self._context(needles, words[: draw.units], draw)
+        if self.among == "texts":
+            parts, separator = re.split(r"(?<=[.!?]) ", " ".join(words[:units])), " "
+            shares = drawn_depths(len(needles), rng) if depth is None else [depth]
+            places = [int(len(parts) * share) for share in sorted(shares)]
+        else:
+            parts, separator = [NOISE] * units, "\n"
+            if self.among == "needles":
+                parts = [self._needle(key(rng), value(rng)) for _ in range(units)]
+            drawn = rng.sample(range(units), len(needles))
+            places = sorted(drawn) if depth is None else [round(units * depth)]
+        for place, needle in reversed(list(zip(places, needles, strict=True))):
+            parts.insert(place, needle)
         asked = rng.sample(list(hidden), self.asked)
-        answers = tuple(value for key in asked for value in hidden[key])
-        one, query = len(answers) == 1, asked[0]
+        answers = tuple(one for name in asked for one in hidden[name])
+        template, kind, query = SEVERAL_ASKED, self.value_kind, asked[0]
+        if len(answers) == 1:
+            template, kind = ONE_ASKED, kind.removesuffix("s")
         if len(asked) > 1:
             query = f"{', '.join(asked[:-1])}, and {asked[-1]}"
-        kind = self.value_kind.removesuffix("s") if one else self.value_kind
-        return Sample((ONE_ASKED if one else SEVERAL_ASKED).format(kind=kind, context=context, query=query), answers)
-
-    def _context(self, needles: list[str], words: Sequence[str], draw: Draw) -> str:
-        rng = draw.rng
-        if self.among == "texts":
-            units, separator = re.split(r"(?<=[.!?]) ", " ".join(words)), " "
-            shares = drawn_depths(len(needles), rng) if draw.depth is None else [draw.depth]
-            places = [int(len(units) * share) for share in sorted(shares)]
-        else:
-            units, separator = [NOISE] * draw.units, "\n"
-            if self.among == "needles":
-                units = [self._needle(self._key(rng), self._value(rng)) for _ in range(draw.units)]
-            drawn = rng.sample(range(draw.units), len(needles))
-            places = sorted(drawn) if draw.depth is None else [round(draw.units * draw.depth)]
-        for place, needle in reversed(list(zip(places, needles, strict=True))):
-            units.insert(place, needle)
-        return separator.join(units)
+        return Sample(template.format(kind=kind, context=separator.join(parts), query=query), answers)
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
-
-    def _key(self, rng: random.Random) -> str:
-        return _KINDS[self.key_kind](rng)
-
-    def _value(self, rng: random.Random) -> str:
-        return _KINDS[self.value_kind](rng)
 
 
 def drawn_depths(count: int, rng: random.Random) -> list[float]:
@@ -174,8 +155,8 @@ def variables(fits: Callable[[str], bool]) -> Units:
     while fits(_chain(lines + 1, 3, random.Random(0)).prompt):
         lines += 1
 
-    def build(draw: Draw) -> Sample:
-        shown, asked = _chain(lines, 3, draw.rng), _chain(draw.units, 5, draw.rng)
+    def build(units: int, _: float | None, rng: random.Random, number: int) -> Sample:
+        shown, asked = _chain(lines, 3, rng), _chain(units, 5, rng)
         return Sample(f"{shown.prompt} {' '.join(shown.answers)}\n\n{asked.prompt}", asked.answers)
 
     return Units(build, least=_HOPS + 1)
@@ -201,9 +182,9 @@ def common_words(*, short: bool) -> Units:
     """Return numbered lists in which ten words are ten times as frequent as the rest, or six times in short ones."""
     words = sorted({word for kind in ("nouns", "adjectives", "verbs") for word in _words()[kind]})
 
-    def build(draw: Draw) -> Sample:
-        shown = _numbered(draw.rng, words, 20 if short else 40, (3, 1) if short else (10, 3))
-        asked = _numbered(draw.rng, words, draw.units, (6, 1) if short else (30, 3))
+    def build(units: int, _: float | None, rng: random.Random, number: int) -> Sample:
+        shown = _numbered(rng, words, 20 if short else 40, (3, 1) if short else (10, 3))
+        asked = _numbered(rng, words, units, (6, 1) if short else (30, 3))
         answers = " ".join(f"{number}. {word}" for number, word in enumerate(shown.answers, 1))
         return Sample(f"{shown.prompt} {answers}\n{asked.prompt}", asked.answers)
 
@@ -223,21 +204,20 @@ def frequent_words(length: int) -> Units:
     """Return coded words whose frequency falls with the square of their rank; the most frequent one is dots."""
     kinds = max(4, length // 50)
 
-    def build(draw: Draw) -> Sample:
+    def build(units: int, _: float | None, rng: random.Random, number: int) -> Sample:
         coded: dict[str, None] = {}
         while len(coded) < kinds:
-            coded["".join(draw.rng.choices(string.ascii_lowercase, k=6))] = None
+            coded["".join(rng.choices(string.ascii_lowercase, k=6))] = None
         words = ["...", *list(coded)[1:]]
-        counts = [int(draw.units * rank**-2 / (math.pi**2 / 6)) for rank in range(1, kinds + 1)]
+        counts = [int(units * rank**-2 / (math.pi**2 / 6)) for rank in range(1, kinds + 1)]
         text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
-        draw.rng.shuffle(text)
+        rng.shuffle(text)
         return Sample(FREQUENT_WORDS.format(context=" ".join(text)), tuple(words[1:4]))
 
     return Units(build, least=100)  # with fewer words the third and the fourth may be equally frequent
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A question about documents, with numbers of those that answer it and of those that come before others."""
 
     question: str
@@ -249,15 +229,15 @@ class Asked:
 def questions(asked: Sequence[Asked], documents: Sequence[str]) -> Units:
     """Return questions about documents, each with those that answer it among others."""
 
-    def build(draw: Draw) -> Sample:
-        one = asked[draw.number % len(asked)]
+    def build(units: int, _: float | None, rng: random.Random, number: int) -> Sample:
+        one = asked[number % len(asked)]
         before = {*one.needed, *one.first}
-        rest = [number for number in range(len(documents)) if number not in before]
-        room = draw.units - len(one.needed)
-        more = draw.rng.sample(one.first, min(room, len(one.first)))
-        chosen = [*one.needed, *more, *draw.rng.sample(rest, room - len(more))]
-        draw.rng.shuffle(chosen)
-        context = "\n\n".join(f"Document {place}:\n{documents[number]}" for place, number in enumerate(chosen, 1))
+        rest = [place for place in range(len(documents)) if place not in before]
+        room = units - len(one.needed)
+        more = rng.sample(one.first, min(room, len(one.first)))
+        chosen = [*one.needed, *more, *rng.sample(rest, room - len(more))]
+        rng.shuffle(chosen)
+        context = "\n\n".join(f"Document {place}:\n{documents[which]}" for place, which in enumerate(chosen, 1))
         return Sample(QUESTION.format(context=context, question=one.question), one.answers, one_suffices=True)
 
     return Units(build, max(len(one.needed) for one in asked), len(documents))
@@ -268,7 +248,6 @@ def read_squad(found: Any) -> tuple[list[Asked], list[str]]:
     articles = [[(_text(part["context"]), part["qas"]) for part in every["paragraphs"]] for every in found["data"]]
     documents = sorted({context for article in articles for context, _ in article})
     numbers = {document: number for number, document in enumerate(documents)}
-
     asked = []
     for article in articles:
         for context, every in article:

@@ -35,13 +35,16 @@ from gecko.ops.loss import IGNORED
 
 CHUNKS_A_CALL, FIRST_RENEWAL = 2, 8
 KEPT = FIRST_RENEWAL - CHUNKS_A_CALL
+NO_TOKENS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+C = TypeVar("C")
 
 
 def renewed_losses(model: Gecko, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the losses in nats of all tokens of a text except the first, with renewed norms, on the CPU."""
-    chunk, device, none = model.config.chunk_size, model.embedding.weight.device, _no_tokens()
-    state, recent, read = None, none, 0
-    for part, after in pairwise(chain(pieces(model.config, tokens, piece=CHUNKS_A_CALL * chunk), [none])):
+    chunk, device = model.config.chunk_size, model.embedding.weight.device
+    state, recent, read = None, NO_TOKENS, 0
+    for part, after in pairwise(chain(pieces(model.config, tokens, piece=CHUNKS_A_CALL * chunk), [NO_TOKENS])):
         targets, follows = torch.cat([part[1:], after[:1]]), len(after) > 0
         padded = F.pad(targets, (0, len(part) - len(targets)), value=IGNORED)
         with inference(model):
@@ -53,13 +56,6 @@ def renewed_losses(model: Gecko, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
                 mixers = tuple(dataclasses.replace(mixer, norm=other.norm) for mixer, other in both)
                 state = dataclasses.replace(state, mixers=mixers, final_norm=renewed.final_norm)
         yield losses[0, : len(targets)].cpu()
-
-
-def _no_tokens() -> Tensor:
-    return torch.empty(0, dtype=torch.int64, device="cpu")
-
-
-C = TypeVar("C")
 
 
 class Predicted(NamedTuple):
@@ -95,7 +91,7 @@ class ScoredModel(Protocol[C]):
         """Read at least one 1-D token and return the new context. A text starts with the document-start token."""
 
     def predict(self, after: C, tokens: Tensor) -> Predicted:
-        """Return the losses of at least one 1-D token after a context."""
+        """Return the losses of at least one 1-D token after a context, in float32 at least."""
 
     def write(self, after: C, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
         """Return the greedy continuation, which ends before a stop string or at the document end."""
@@ -112,7 +108,7 @@ class GeckoModel:
     """
 
     notes: Sequence[str] = ()
-    """Notes on the scores: none, because texts of any length are read."""
+    """None: texts of any length are read."""
 
     def __init__(self, model: Gecko, tokenizer: Tokenizer, name: str, *, renew_norms: bool = False) -> None:
         check_vocabulary(tokenizer, model.config.vocab_size)
@@ -157,7 +153,7 @@ class GeckoModel:
 def _predicted(
     model: LanguageModel, after: Prefill | LlamaPrefill, tokens: Tensor, read: Callable[[Tensor], Tensor]
 ) -> Predicted:
-    """Score (n,) tokens after a context, in float32 at least; ``read`` returns logits (n − 1, V) of (1, n − 1)."""
+    """Score (n,) tokens after a context; ``read`` returns logits (n − 1, V) of (1, n − 1)."""
     tokens = tokens.to(after.logits.device)
     with inference(model):
         logits = after.logits.unsqueeze(0)
@@ -172,14 +168,10 @@ def describe_model(model: LanguageModel, tokenizer: Tokenizer, name: str) -> dic
     """Return the description of a model for results, as JSON values."""
     parameters = list(model.parameters())
     return {
-        "name": name,
-        "weights": fingerprint(model),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "device": str(parameters[0].device),
-        "tokenizer": tokenizer.name,
-        "config": model.config.to_dict(),
-    }
+        "name": name, "weights": fingerprint(model), "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."), "device": str(parameters[0].device),
+        "tokenizer": tokenizer.name, "config": model.config.to_dict(),
+    }  # fmt: skip
 
 
 class LlamaModel:
@@ -303,8 +295,7 @@ class Cursor:
     """Reader of a stream of 1-D tensors that takes a given number of elements at a time."""
 
     def __init__(self, parts: Iterator[Tensor]) -> None:
-        self._parts = parts
-        self._held = _no_tokens()
+        self._parts, self._held = parts, NO_TOKENS
 
     def take(self, count: int) -> Iterator[Tensor]:
         """Yield the next ``count`` elements, or those that are left. Iterate to the end before the next call."""
@@ -319,31 +310,28 @@ class Cursor:
             yield part
 
 
-@dataclass
-class TextSize:
-    """Size of a text in tokens, bytes and words."""
+class TextSize(NamedTuple):
+    """Size of a text. Words are separated by white space, as PG-19 counts them."""
 
-    tokens: int = 0
-    bytes: int = 0
-    words: int = 0
-    """Words separated by white space, as PG-19 counts them."""
+    tokens: int
+    bytes: int
+    words: int
 
 
 def measure(tokenizer: Tokenizer, parts: Iterator[Tensor]) -> TextSize:
     """Return the size of a text that is given in pieces."""
-    size, inside, context, sizes = TextSize(), False, _no_tokens(), token_bytes(tokenizer)
+    tokens = size = words = 0
+    inside, context, sizes = False, NO_TOKENS, token_bytes(tokenizer)
     for part in parts:
-        size.bytes += sizes.of_text(part.numpy(), begins=not size.tokens)
-        size.tokens += len(part)
+        size += sizes.of_text(part.numpy(), begins=not tokens)
+        tokens += len(part)
         if isinstance(tokenizer, ByteTokenizer):
             content = bytes(part.tolist())
         else:
             before = tokenizer.decode(context.tolist())
             content = tokenizer.decode([*context.tolist(), *part.tolist()])[len(before) :].encode()
         context = torch.cat([context, part])[-_CONTEXT_IDS:]
-        if not content:
-            continue
-        words = len(content.split())
-        size.words += words - (1 if inside and not content[:1].isspace() else 0)
-        inside = not content[-1:].isspace()
-    return size
+        if content:
+            words += len(content.split()) - (inside and not content[:1].isspace())
+            inside = not content[-1:].isspace()
+    return TextSize(tokens, size, words)

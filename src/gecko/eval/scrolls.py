@@ -6,13 +6,11 @@ SCROLLS' records, in files or on the hub, or from QMSum's own files of meetings.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,31 +20,26 @@ import torch
 
 from gecko.data import document_ids
 from gecko.data.readers import read_records
-from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, quiet
+from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, check_task, quiet
 from gecko.eval.scored_model import ScoredModel
-from gecko.records import unknown_name
 from gecko.runtime.process import cached_data_sets_without_network, require
 
 HUB = "zip://{task}/{split}.jsonl::https://huggingface.co/datasets/{name}/resolve/main/{task}.zip"
 """Address of SCROLLS on the hub: one archive per task with a folder of JSON Lines."""
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question about a document with its reference answers."""
 
     document: str
-    """Context of the question. Questions about one document are consecutive."""
     text: str
     answers: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class QuestionSet:
-    """Questions of one file, or of one data set on the hub; those about one document are consecutive."""
+class QuestionSet(NamedTuple):
+    """Questions of one file, or of one data set on the hub, and its name; those about one document are consecutive."""
 
     name: str
-    """Name of the file, or of the data set on the hub."""
     questions: Sequence[Question]
 
 
@@ -103,10 +96,8 @@ def _of_records(records: Iterator[tuple[str, dict[str, Any]]]) -> list[Question]
         question, separator, document = record["input"].partition("\n\n")
         if not separator:
             raise ValueError(f"{where} must have question and document in 'input', an empty line between; it has none.")
-        known = several.get(record["id"])
-        answers = (*known.answers, record["output"]) if known else (record["output"],)
-        first = known or Question(document.strip(), question.strip(), ())
-        several[record["id"]] = dataclasses.replace(first, answers=answers)
+        first = several.setdefault(record["id"], Question(document.strip(), question.strip(), ()))
+        several[record["id"]] = first._replace(answers=(*first.answers, record["output"]))
     return list(several.values())
 
 
@@ -126,9 +117,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def f1_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Values:
-    """Return (items,): the word F1 of prediction and reference, without case, punctuation and articles.
-
-    The best of an item's references counts.
+    """Return (items,): the word F1 of prediction and best reference, without case, punctuation and articles.
 
     Raises:
         ValueError: an item has no reference.
@@ -175,12 +164,12 @@ def _check(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> N
             raise ValueError(f"item {place} must have an answer to compare with; it has none. Leave the item out.")
 
 
-BETWEEN = "\n\n"
-"""Separator after a shot. An answer ends at the first line break."""
+ASKED, BETWEEN = " Q: {} A:", "\n\n"
+"""What follows a document, and a shot. An answer ends at the first line break."""
 
 
 class ScrollsTask(NamedTuple):
-    """Number of shots, metric and answer length of a task in the paper."""
+    """A task of the paper."""
 
     shots: int
     metric: str
@@ -192,11 +181,6 @@ TASKS: Mapping[str, ScrollsTask] = {
     "qasper": ScrollsTask(2, "f1", 128),
     "qmsum": ScrollsTask(1, "rouge", 256),
 }
-
-
-def check_task(task: str) -> None:
-    if task not in TASKS:
-        raise ValueError(unknown_name("task", task, TASKS))
 
 
 def scrolls(
@@ -216,7 +200,7 @@ def scrolls(
     Raises:
         ValueError: the task is unknown, or there is no other document to draw shots from.
     """
-    check_task(task)
+    check_task(task, TASKS)
     settings, asked = TASKS[task], list(data.questions if limit is None else data.questions[:limit])
     length = settings.new_tokens if new_tokens is None else new_tokens
     pool = (data if shots is None else shots).questions
@@ -226,14 +210,14 @@ def scrolls(
         before = _shots(pool, document, settings.shots, random.Random(f"{seed} {number}"))
         context = model.read(document_ids(model.tokenizer, before + document))
         for question in group:
-            end = torch.from_numpy(model.tokenizer.encode(prompt_end(question.text)))
+            end = torch.from_numpy(model.tokenizer.encode(ASKED.format(question.text)))
             answers.append(model.write(model.read(end, context), length, ["\n"]))
-    every = len(data.questions)
-    notes = [f"only the first {len(asked)} of {every} questions"] if len(asked) < every else []
+    every, notes = len(data.questions), list[str]()
+    if len(asked) < every:
+        notes.append(f"only the first {len(asked)} of {every} questions")
     if settings.shots and shots is None:
         notes.append("shots are of other documents of the evaluated split; no other split was given")
-    empty = sum(not answer.strip() for answer in answers)
-    if empty:
+    if empty := sum(not answer.strip() for answer in answers):
         notes.append(f"{empty} of {len(answers)} answers are empty, and count as 0")
     details = [{"question": q.text, "answers": q.answers, "got": got} for q, got in zip(asked, answers, strict=True)]
     scores = _score(task, answers, [question.answers for question in asked], seed)
@@ -244,11 +228,6 @@ def scrolls(
     return Results("scrolls", scores, options, seed, notes, {"answers": details})
 
 
-def prompt_end(question: str) -> str:
-    """Return the part of the prompt after the context."""
-    return f" Q: {question} A:"
-
-
 def _shots(pool: Sequence[Question], document: str, count: int, rng: random.Random) -> str:
     others = [question for question in pool if question.document != document]
     if len(others) < count:
@@ -257,7 +236,7 @@ def _shots(pool: Sequence[Question], document: str, count: int, rng: random.Rand
             "documents by --shots-data."
         )
     chosen = rng.sample(others, count)
-    return "".join(f"{shot.document}{prompt_end(shot.text)} {shot.answers[0]}{BETWEEN}" for shot in chosen)
+    return "".join(f"{shot.document}{ASKED.format(shot.text)} {shot.answers[0]}{BETWEEN}" for shot in chosen)
 
 
 def _score(task: str, answers: Sequence[str], references: Sequence[Sequence[str]], seed: int) -> list[Score]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from gecko.config import LARGEST
+from gecko.eval.results import check_task
 from gecko.ops.loss import IGNORED
-from gecko.records import unknown_name
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatc
     tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
     tokens.scatter_(1, queries, keys)
     places = (2 * torch.arange(pairs, device="cpu") + 1).expand(rows, -1)
-    return SyntheticBatch(tokens, *_asked(tokens, queries, values, places))
+    return _asked(tokens, queries, values, places)
 
 
 def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
@@ -86,7 +86,7 @@ def selective_copying(size: TaskSize, rows: int, generator: torch.Generator) -> 
     tokens.scatter_(1, places, data)
     tokens[:, context:] = 1
     marks = torch.arange(context, size.length, device="cpu").expand(rows, -1)
-    return SyntheticBatch(tokens, *_asked(tokens, marks, data, places))
+    return _asked(tokens, marks, data, places)
 
 
 def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
@@ -101,7 +101,7 @@ def induction_heads(size: TaskSize, rows: int, generator: torch.Generator) -> Sy
     tokens.scatter_(1, first, 0)
     tokens[:, -1] = 0
     last = torch.full((rows, 1), size.length - 1, device="cpu")
-    return SyntheticBatch(tokens, *_asked(tokens, last, tokens.gather(1, first + 1), first + 1))
+    return _asked(tokens, last, tokens.gather(1, first + 1), first + 1)
 
 
 def recall(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
@@ -196,7 +196,7 @@ def memorization(size: TaskSize, rows: int, generator: torch.Generator) -> Synth
     tokens = torch.full((rows, size.length), size.vocab_size - 1, dtype=torch.int64, device="cpu")
     tokens[:, 0 : 2 * keys.shape[1] : 2] = keys
     marks = (1 + 2 * torch.arange(keys.shape[1], device="cpu")).expand(rows, -1)
-    return SyntheticBatch(tokens, *_asked(tokens, marks, values[keys], marks - 1))
+    return _asked(tokens, marks, values[keys], marks - 1)
 
 
 def parity(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
@@ -237,8 +237,7 @@ def permutations(size: TaskSize, rows: int, generator: torch.Generator) -> Synth
 
 def _check_states(name: str, states: int, size: TaskSize, shown: str) -> None:
     needs = f"{name} needs at least 2 states, a token for each of its {shown}, and a length of at least 1"
-    fits = 2 <= states <= size.vocab_size and size.length >= 1
-    _check(fits, needs, size, "items", "vocab_size", "length")
+    _check(2 <= states <= size.vocab_size and size.length >= 1, needs, size, "items", "vocab_size", "length")
 
 
 def _check(fits: bool, needs: str, size: TaskSize, *shown: str) -> None:
@@ -264,7 +263,8 @@ def guessing(task: str, size: TaskSize) -> float:
         "memorization": lambda: (size.vocab_size - 1) // 2, "parity": lambda: 2, "counting": lambda: size.items,
         "permutations": lambda: math.factorial(size.items),
     }  # fmt: skip
-    return 1 / shown[check_task(task)]()
+    check_task(task, shown)
+    return 1 / shown[task]()
 
 
 def generator_of(*seed: object) -> torch.Generator:
@@ -276,21 +276,12 @@ def generator_of(*seed: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
-def check_task(task: str) -> str:
-    if task not in TASKS:
-        raise ValueError(unknown_name("task", task, TASKS))
-    return task
-
-
 def hits_by_distance(batch: SyntheticBatch, predicted: Tensor, chunk: int) -> dict[int, list[bool]]:
     """Return whether each answer is right, by its distance from the question in chunks; ``predicted`` is (B, T)."""
     rows, places = (batch.targets != IGNORED).nonzero(as_tuple=True)
     distances = places // chunk - batch.sources[rows, places] // chunk
     right = predicted[rows, places] == batch.targets[rows, places]
-    found: dict[int, list[bool]] = {}
-    for distance, hit in zip(distances.tolist(), right.tolist(), strict=True):
-        found.setdefault(distance, []).append(hit)
-    return dict(sorted(found.items()))
+    return {distance: right[distances == distance].tolist() for distance in distances.unique().tolist()}
 
 
 def _even(count: int) -> Tensor:
@@ -305,7 +296,6 @@ def _drawn(log_weights: Tensor, rows: int, count: int, generator: torch.Generato
     return (log_weights - noise.clamp(min=1e-20).log()).topk(count, dim=1).indices
 
 
-def _asked(tokens: Tensor, questions: Tensor, answers: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _asked(tokens: Tensor, questions: Tensor, answers: Tensor, places: Tensor) -> SyntheticBatch:
     targets = torch.full_like(tokens, IGNORED).scatter_(1, questions, answers)
-    sources = torch.full_like(tokens, -1).scatter_(1, questions, places)
-    return targets, sources
+    return SyntheticBatch(tokens, targets, torch.full_like(tokens, -1).scatter_(1, questions, places))

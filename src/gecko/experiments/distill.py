@@ -25,7 +25,7 @@ from gecko.data import Tokenizer, document_ids
 from gecko.eval.results import Report, Results, Score, quiet, standard_error
 from gecko.eval.results import student as students_t
 from gecko.eval.retrieval import Haystack, units_by_length
-from gecko.eval.scored_model import Cursor, Text
+from gecko.eval.scored_model import NO_TOKENS, Cursor, Text
 from gecko.io.quantization import is_quantized
 from gecko.models.gecko import Gecko, sharing_parameters
 from gecko.runtime.tensors import to_device
@@ -38,14 +38,10 @@ LLAMA: Mapping[str, Any] = {
     "gate": "none", "hidden_branch": False, "output_norm": False,
 }  # fmt: skip
 """Fields of a converted Llama that the student relies on."""
-GATE = -4.0
-"""Initial bias of the memory's gates: g is 0.018."""
+GATE, PIECE, LONG = -4.0, 512, 4
+"""Initial bias of the memory's gates (g is 0.018), tokens whose logits are in memory at once, windows in a row."""
 NARROW = 4
 """Every other step reads with a window of this part: tokens leave it early, so that the memory is needed."""
-LONG = 4
-"""Windows in a row, if no length is given."""
-PIECE = 512
-"""Tokens whose logits are in memory at once."""
 HELD_OUT, ROWS = 5, 4
 """One document of so many is held out, two at least, and so many rows of each are scored."""
 
@@ -65,7 +61,6 @@ class Distillation:
     learning_rate: float
     """Peak rate of AdamW, which cosines lower in both halves."""
     seed: int
-    """Seed of the order of rows and of needles."""
 
     def row_length(self, config: GeckoConfig) -> int:
         """Return the tokens in a row; ValueError if a setting does not fit the model."""
@@ -96,10 +91,9 @@ def distill(
         ValueError: the model is no converted Llama, texts are too few or too short, or a setting does not fit.
     """
     for name, wanted in LLAMA.items():
-        if (given := getattr(model.config, name)) != wanted:
-            raise ValueError(
-                f"MODEL must be a Llama of gecko convert, which has {name}={wanted}; this one has {given}."
-            )
+        own = getattr(model.config, name)
+        if own != wanted:
+            raise ValueError(f"MODEL must be a Llama of gecko convert, which has {name}={wanted}; this one has {own}.")
     if any(map(is_quantized, model.parameters())):
         raise ValueError("MODEL must have the weights that gecko convert wrote; this one is quantised.")
     model.float()
@@ -113,7 +107,13 @@ def distill(
     rows = {text.name: rows_of(text, tokenizer, length, most) for text in texts}
     train, held_out = divided({name: found for name, found in rows.items() if found}, length)
     student = student_of(model)
-    batches = batches_of(train, partial(needle, hay, units, tokenizer), settings)
+
+    def needle(seed: str) -> Tensor:
+        """Return a document in which a pass key is hidden and asked for, with the answer."""
+        sample = hay.sample(units, None, seed)
+        return document_ids(tokenizer, f"{sample.prompt} {sample.answers[0]}.")
+
+    batches = batches_of(train, needle, settings)
     curves = taught(student, model, batches, settings, length, report)
     report("scoring the held-out texts")
     scores = compared(student, model, held_out)
@@ -139,8 +139,8 @@ def student_of(teacher: Gecko) -> Gecko:
 
 def rows_of(text: Text, tokenizer: Tokenizer, length: int, most: int) -> list[Tensor]:
     """Return the first whole rows of a text, at most so many, each (length,)."""
-    cursor, none = Cursor(text.tokens(tokenizer)), torch.empty(0, dtype=torch.int64, device="cpu")
-    rows = (torch.cat([none, *cursor.take(length)]) for _ in range(most))
+    cursor = Cursor(text.tokens(tokenizer))
+    rows = (torch.cat([NO_TOKENS, *cursor.take(length)]) for _ in range(most))
     return [row for row in rows if len(row) == length]
 
 
@@ -158,12 +158,6 @@ def divided(rows: Rows, length: int) -> tuple[Rows, Rows]:
         if (same := seen.setdefault(rows[name][0].numpy().tobytes(), name)) != name:
             raise ValueError(f"TEXT must be different texts, as some are held out; {name} begins as {same}. Name one.")
     return {name: rows[name] for name in names[:-count]}, {name: rows[name][:ROWS] for name in names[-count:]}
-
-
-def needle(hay: Haystack, units: int, tokenizer: Tokenizer, seed: str) -> Tensor:
-    """Return a document in which a pass key is hidden and asked for, with the answer."""
-    sample = hay.sample(units, None, seed)
-    return document_ids(tokenizer, f"{sample.prompt} {sample.answers[0]}.")
 
 
 def batches_of(rows: Rows, needle: Callable[[str], Tensor], settings: Distillation) -> Iterator[Tensor]:
@@ -271,7 +265,14 @@ def compared(student: Gecko, model: Gecko, held_out: Rows) -> list[Score]:
     """Return the mean losses beyond the window by position: full attention, memory off, memory on, and on less off."""
     window, length = 2 * model.config.chunk_size, len(next(iter(held_out.values()))[0])
     models = {"full attention": full_attention(model, length), "memory off": model, "memory on": student}
-    losses = {name: np.stack([_row_losses(one, rows) for rows in held_out.values()]) for name, one in models.items()}
+    device = model.embedding.weight.device
+
+    def of_document(one: Gecko, rows: Sequence[Tensor]) -> Any:
+        """Return the losses of a document's rows by position, their mean, (length − 1,) float64."""
+        found = [one.token_losses(row[None, :-1].to(device), row[None, 1:].to(device))[0][0].double() for row in rows]
+        return torch.stack(found).mean(0).cpu().numpy()
+
+    losses = {name: np.stack([of_document(one, rows) for rows in held_out.values()]) for name, one in models.items()}
     losses["memory on less off"] = losses["memory on"] - losses["memory off"]
     borders = [window * 2**i for i in range(40) if window * 2**i < length - 1]
     ranges = dict.fromkeys([(window, length - 1), *pairwise([*borders, length - 1])])
@@ -283,10 +284,3 @@ def compared(student: Gecko, model: Gecko, held_out: Rows) -> list[Score]:
             where = {"tokens before": f"{low:,} .. {high - 1:,}"}
             scores.append(Score(name, float(means.mean()), len(means), "texts", interval, where))
     return scores
-
-
-def _row_losses(model: Gecko, rows: Sequence[Tensor]) -> Any:
-    """Return the losses of a document's rows by position, their mean, (length − 1,) float64."""
-    device = model.embedding.weight.device
-    found = [model.token_losses(row[None, :-1].to(device), row[None, 1:].to(device))[0][0].double() for row in rows]
-    return torch.stack(found).mean(0).cpu().numpy()

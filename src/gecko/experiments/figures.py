@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gecko.eval.results import Interval, readable, standard_error, student
+from gecko import pages
+from gecko.eval.results import Interval, methods, readable, standard_error, student
 from gecko.experiments.rows import (
     HELD_OUT,
     TRAINING_LOSS,
@@ -19,21 +20,7 @@ from gecko.experiments.rows import (
     grouped,
     token_count,
 )
-from gecko.pages import (
-    DARK,
-    LIGHT,
-    MIDDLE,
-    Cell,
-    LineStyle,
-    Picture,
-    Table,
-    chunk_borders,
-    fit,
-    label_line_ends,
-    mark_logarithms,
-    new_figure,
-    new_panels,
-)
+from gecko.pages import DARK, LIGHT, MIDDLE, Cell, LineStyle, Picture, Table, label_line_ends, new_figure
 from gecko.runtime.process import require
 
 _SETTLED = 0.25
@@ -67,11 +54,6 @@ OF_HUNDRED = Unit(lambda score: f"{score:.1f}", "%", (0, 100))
 def span(interval: Interval | None, shown: Callable[[float], str] = readable) -> str:
     """Format an interval."""
     return "no interval" if interval is None else f"{shown(interval.low)} to {shown(interval.high)}"
-
-
-def methods(intervals: Iterable[Interval | None]) -> str:
-    """Return the names of the intervals' methods, each once."""
-    return "; ".join(dict.fromkeys(one.method for one in intervals if one is not None)) or "none"
 
 
 NOT_AVERAGED = ("t", "p, two-sided")
@@ -110,7 +92,7 @@ def score_table(
         lines.append([*(text(of_place[0]) for text in heads.values()), *cells])
     columns = [(model.label, f"{detail(mine)} {about(mine[-1])}".strip()) for model, mine in models.items()]
     small = f"Values in {unit.name}. " if unit.name else ""
-    legend = f"{small}Below each value its 95 % interval and n. Intervals: {methods(intervals)}."
+    legend = f"{small}Below each value its 95 % interval and n. Intervals: {methods(intervals) or 'none'}."
     return Table(title, [*heads, *columns], lines, [legend, *notes], len(heads), folded)
 
 
@@ -184,7 +166,7 @@ def loss_figure(rows: Sequence[Row], x: str, xlabel: str, ylabel: str) -> Any:
             late = [loss for place, loss in line if place >= _SETTLED * line[-1][0]]
             settled += late if len(late) >= _FEW else [loss for _, loss in line]
         ends.append((main[-1][1], model.style, model.label))
-    fit(axes, settled, 0.06)
+    pages.fit(axes, settled, 0.06)
     axes.set_xlim(left=0)
     axes.xaxis.get_major_locator().set_params(nbins=6)
     if x == "tokens":
@@ -227,7 +209,7 @@ def length_figure(lines: Mapping[Model, Sequence[Row]], x: str, xlabel: str, yla
     axes.minorticks_off()
     if x != "context":
         axes.set_yscale("log")
-        mark_logarithms(axes.yaxis)
+        pages.mark_logarithms(axes.yaxis)
     elif highest > _TALLEST * max(lowest):
         axes.set_ylim(top=_TALLEST * max(lowest))
     label_line_ends(axes, ends)
@@ -275,11 +257,11 @@ def position_curves(rows: Sequence[Row]) -> dict[Model, Curve]:
 def panels_figure(curves: Mapping[Model, Curve], chunks: Mapping[Model, int], length: int) -> Any:
     """Draw one panel per model with its chunk borders and the same scales, and the other models in grey."""
     rows = len(curves)
-    figure, panels = new_panels("position, tokens", "loss, nats per token", rows, height=1.2 + 1.7 * rows)
+    figure, panels = pages.new_panels("position, tokens", "loss, nats per token", rows, height=1.2 + 1.7 * rows)
     # The first positions have little context: without them the frame fits the rest.
     settled = [mean for curve in curves.values() for _, mean, _ in curve[len(curve) // 20 :]]
     for axes, (model, curve) in zip(panels, curves.items(), strict=True):
-        for border in chunk_borders(length, chunks[model]):
+        for border in pages.chunk_borders(length, chunks[model]):
             axes.axvline(border, color=MIDDLE, linewidth=0.7, linestyle=":")
         for other in curves.values():
             if other is not curve:
@@ -287,7 +269,7 @@ def panels_figure(curves: Mapping[Model, Curve], chunks: Mapping[Model, int], le
         _draw_curve(axes, curve, model, marker="", linestyle="-")
         axes.set_title(f"{model.label}, a border every {chunks[model]} tokens", fontsize=11, loc="left")
         axes.set_xlim(0, length)
-        fit(axes, settled, 0.05, 0.05)
+        pages.fit(axes, settled, 0.05, 0.05)
     return figure
 
 
@@ -412,6 +394,6 @@ def compute_figure(families: Mapping[Model, Points]) -> Any:
             axes.plot(places, losses, color=style.color, linestyle=style.dashes)
             end, label = losses[-1], f"{label}: exponent {law.exponent:.3f} ({span(law.interval, '{:.3f}'.format)})"
         ends.append((end, style, label))
-    mark_logarithms(axes.xaxis, axes.yaxis)
+    pages.mark_logarithms(axes.xaxis, axes.yaxis)
     label_line_ends(axes, ends)
     return figure

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gecko.eval.results import FORMAT
 from gecko.io.files import Record, read_object
@@ -32,7 +32,7 @@ class RunFolder:
     recipe: Mapping[str, Any]
     metrics: list[Record] = field(default_factory=list)
     results: Mapping[str, Any] | None = None
-    """Results of the finished model; None if the run is not finished."""
+    """None if the run is not finished."""
     sessions: list[Record] = field(default_factory=list)
     """Code and machine of each start and resumption."""
 
@@ -53,14 +53,12 @@ class RunFolder:
         return max((int(record["step"]) for record in self.metrics), default=0)
 
 
-@dataclass(frozen=True)
-class EvaluationFile:
-    """Result file of an evaluation."""
+class EvaluationFile(NamedTuple):
+    """Result file of an evaluation, and the run that has it in its folder."""
 
     path: Path
     record: Mapping[str, Any]
     run: RunFolder | None = None
-    """Run that has the file in its folder, or None."""
 
     @property
     def kind(self) -> str:
@@ -83,11 +81,66 @@ class Inputs:
         if (str(what), why) not in self.left_out:
             self.left_out.append((str(what), why))
 
-    def add(self, file: EvaluationFile) -> bool:
+    def add(self, path: Path) -> str:
+        """Add what stands at a path; return what it is in words."""
+        if not path.is_dir():
+            if path.name in (RECIPE, COMPARISON):
+                raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
+            file = EvaluationFile(path, read_evaluation(path))
+            return f"evaluation, {file.kind}" if self._add_evaluation(file) else "evaluation, given before"
+        if (path / RECIPE).is_file():
+            return self._add_run(path)
+        seeds = sorted(found.parent for found in path.glob(f"*/seed-*/{RECIPE}"))
+        if seeds or (path / COMPARISON).is_file():
+            return self._add_comparison(path, seeds)
+        held = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
+        raise ValueError(f"{_EXPECTED}; the folder {path} is neither: it holds {held}.")
+
+    def _add_evaluation(self, file: EvaluationFile) -> bool:
         """Add a file; return False if it was added before."""
         new = file.path.resolve() not in {one.path.resolve() for one in self.evaluations}
         self.evaluations += [file] if new else []
         return new
+
+    def _add_comparison(self, folder: Path, seeds: Sequence[Path]) -> str:
+        order, path = list[str](), folder / COMPARISON
+        if path.is_file():
+            record = read_object(path, "a comparison")
+            if record.get("format") != COMPARISON_FORMAT:
+                raise ValueError(f'{path} must be of `gecko compare`, with "format": "{COMPARISON_FORMAT}"; it is not.')
+            if not isinstance(record.get("recipes"), list):
+                raise ValueError(f"{path} must be a whole comparison of `gecko compare`; it lacks recipes.")
+            self.comparisons.append((folder, record))
+            order = [recipe["recipe"] for recipe in record["recipes"]]
+        else:
+            self.leave_out(path, "not there: the comparison is not finished")
+        for seed in sorted(seeds, key=lambda seed: order.index(seed.parent.name) if seed.parent.name in order else -1):
+            self._add_run(seed)
+        if tuning := len(list(folder.glob(f"*/tuning-*/{RECIPE}"))):
+            self.leave_out(folder, f"the curves of its {tuning} tuning runs; their losses are in a table")
+        return f"comparison, {len(seeds)} runs"
+
+    def _add_run(self, folder: Path) -> str:
+        if any(run.folder.resolve() == folder.resolve() for run in self.runs):
+            return "run, given before"
+        recipe = read_object(folder / RECIPE, "a recipe")
+        missing = [name for name in ("model", "data", "batch_size", "sequence_length", "seed") if name not in recipe]
+        if missing:
+            raise ValueError(f"{folder / RECIPE} must be the recipe of a run; it lacks {', '.join(missing)}.")
+        results = read_object(folder / RESULTS, "the results of a run") if (folder / RESULTS).is_file() else None
+        run = RunFolder(folder, recipe, read_metrics(folder / METRICS), results, read_sessions(folder))
+        files, shown = sorted((folder / "eval").glob("*.json")), 0
+        if not run.metrics and not files:
+            self.leave_out(folder, "a run without metrics or evaluations: it was never trained")
+            return "run, left out"
+        self.runs.append(run)
+        for path in files:
+            try:
+                shown += self._add_evaluation(EvaluationFile(path, read_evaluation(path), run))
+            except ValueError as error:  # the rest is shown
+                self.leave_out(path, str(error))
+        steps = f"not finished: {run.steps_done:,} of {recipe.get('steps') or 'an unknown number of'} steps"
+        return f"run, {steps if results is None else 'finished'}, {shown} evaluations in its eval/"
 
 
 def gather(paths: Sequence[Path]) -> Inputs:
@@ -103,7 +156,7 @@ def gather(paths: Sequence[Path]) -> Inputs:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{_EXPECTED}; there is no {path}.")
-        inputs.given.append((str(path), _add(path, inputs)))
+        inputs.given.append((str(path), inputs.add(path)))
     if not inputs.runs and not inputs.evaluations:
         reasons = "; ".join(f"{what}: {why}" for what, why in inputs.left_out)
         raise ValueError(f"a report needs at least one run with metrics or one evaluation; left out were {reasons}.")
@@ -121,63 +174,3 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     if record["evaluation"] not in EVALUATIONS:
         raise ValueError(f"{path} holds the evaluation {record['evaluation']!r}; known are {', '.join(EVALUATIONS)}.")
     return record
-
-
-def _add(path: Path, inputs: Inputs) -> str:
-    """Add what stands at a path; return what it is in words."""
-    if not path.is_dir():
-        if path.name in (RECIPE, COMPARISON):
-            raise ValueError(f"{path} belongs to a folder; give the folder: {path.parent}")
-        file = EvaluationFile(path, read_evaluation(path))
-        return f"evaluation, {file.kind}" if inputs.add(file) else "evaluation, given before"
-    if (path / RECIPE).is_file():
-        return _add_run(path, inputs)
-    seeds = sorted(found.parent for found in path.glob(f"*/seed-*/{RECIPE}"))
-    if seeds or (path / COMPARISON).is_file():
-        return _add_comparison(path, seeds, inputs)
-    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
-    raise ValueError(f"{_EXPECTED}; the folder {path} is neither: it holds {held}.")
-
-
-def _add_comparison(folder: Path, seeds: Sequence[Path], inputs: Inputs) -> str:
-    order, path = list[str](), folder / COMPARISON
-    if path.is_file():
-        record = read_object(path, "a comparison")
-        if record.get("format") != COMPARISON_FORMAT:
-            raise ValueError(f'{path} must be of `gecko compare`, with "format": "{COMPARISON_FORMAT}"; it is not.')
-        if not isinstance(record.get("recipes"), list):
-            raise ValueError(f"{path} must be a whole comparison of `gecko compare`; it lacks recipes.")
-        inputs.comparisons.append((folder, record))
-        order = [recipe["recipe"] for recipe in record["recipes"]]
-    else:
-        inputs.leave_out(path, "not there: the comparison is not finished")
-    for seed in sorted(seeds, key=lambda seed: order.index(seed.parent.name) if seed.parent.name in order else -1):
-        _add_run(seed, inputs)
-    tuning = len(list(folder.glob(f"*/tuning-*/{RECIPE}")))
-    if tuning:
-        inputs.leave_out(folder, f"the curves of its {tuning} tuning runs; their losses are in a table")
-    return f"comparison, {len(seeds)} runs"
-
-
-def _add_run(folder: Path, inputs: Inputs) -> str:
-    if any(run.folder.resolve() == folder.resolve() for run in inputs.runs):
-        return "run, given before"
-    recipe = read_object(folder / RECIPE, "a recipe")
-    missing = [name for name in ("model", "data", "batch_size", "sequence_length", "seed") if name not in recipe]
-    if missing:
-        raise ValueError(f"{folder / RECIPE} must be the recipe of a run; it lacks {', '.join(missing)}.")
-    results = read_object(folder / RESULTS, "the results of a run") if (folder / RESULTS).is_file() else None
-    run = RunFolder(folder, recipe, read_metrics(folder / METRICS), results, read_sessions(folder))
-    files = sorted((folder / "eval").glob("*.json"))
-    if not run.metrics and not files:
-        inputs.leave_out(folder, "a run without metrics or evaluations: it was never trained")
-        return "run, left out"
-    inputs.runs.append(run)
-    shown = 0
-    for path in files:
-        try:
-            shown += inputs.add(EvaluationFile(path, read_evaluation(path), run))
-        except ValueError as error:  # the rest is shown
-            inputs.leave_out(path, str(error))
-    steps = f"not finished: {run.steps_done:,} of {recipe.get('steps') or 'an unknown number of'} steps"
-    return f"run, {steps if results is None else 'finished'}, {shown} evaluations in its eval/"

@@ -4,9 +4,11 @@ one model."""
 from __future__ import annotations
 
 import json
+import operator
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,14 +23,12 @@ from gecko.train.run import has_role
 from gecko.train.settings import Role, current_fields, flatten
 from gecko.train.throughput import flops_per_token
 
-_LONGEST_DIFFERENCE = 30
-_TRAINING_POINTS = 50
+_LONGEST_DIFFERENCE, _TRAINING_POINTS = 30, 50
 _NORMS = "norm statistics of"
 HELD_OUT, TRAINING_LOSS = "held-out loss, nats per byte", "training loss, nats per token"
 MEMORY = "peak memory, GiB"
 _SYNTHETIC_NAMES = {"mqar": "Associative recall (MQAR)", "selective_copying": "Selective copying",
                     "induction_heads": "Induction heads"}  # fmt: skip
-
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
     model: Model
     seed: int | None
-    """Training seed; None if unknown."""
+    """That of training; None if unknown."""
     evaluation: str
     text: tuple[Any, ...]
     """Label of the measured texts, then the facts that two rows must share to be compared, such as the tokenizer."""
@@ -59,10 +59,9 @@ class Row(NamedTuple):
     value: float
     interval: Interval | None
     n: int
-    """Sample size, in units."""
     unit: str
     file: Any
-    """Record of the file that the number is from."""
+    """What the number is from: a ``RunFolder`` or an ``EvaluationFile``."""
 
     @property
     def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -110,9 +109,8 @@ class Identity(NamedTuple):
 
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any]) -> Identity:
-        return cls(
-            name, tuple(sorted((key, json.dumps(value)) for key, value in settings.items() if value is not None))
-        )
+        known = ((key, json.dumps(value)) for key, value in settings.items() if value is not None)
+        return cls(name, tuple(sorted(known)))
 
 
 def identity_of_run(run: RunFolder) -> Identity:
@@ -126,28 +124,23 @@ def identity_of_run(run: RunFolder) -> Identity:
 
 
 def identity_of_evaluation(file: EvaluationFile, runs: Sequence[RunFolder]) -> tuple[Identity, int | None]:
-    """Return identity and seed of the run that has the file in its folder or that its model names; else new ones."""
+    """Return identity and seed of the run that has the file in its folder, or that its model names: by path, by the
+    end of its path, or a run that exists there. Otherwise the name is the model's own."""
     if file.kind == "diagnose":
         return Identity.of("", flatten(file.record["settings"])), int(file.record["seed"])
     name = Path(str(file.record["model"].get("name", file.path.stem)))
-    run = file.run or _run_named(name, runs)
-    if run is not None:
-        return identity_of_run(run), run.seed
-    start, _, number = name.name.partition("-")
-    of_comparison = start == "seed" and number.isdecimal() and bool(name.parent.name)
-    known = {"config": file.record["model"].get("config")}
-    return Identity.of(str(name.parent if of_comparison else name), known), int(number) if of_comparison else None
-
-
-def _run_named(name: Path, runs: Sequence[RunFolder]) -> RunFolder | None:
-    """Return the run that a model's name means: by path, by the end of its path, or a run that exists there."""
-    parts = [part for part in name.parts if part not in ("..", ".")]
-    found = [run for run in runs if run.folder.resolve() == name.resolve()] or [
-        run for run in runs if parts and list(run.folder.resolve().parts[-len(parts) :]) == parts
-    ]
+    parts = tuple(part for part in name.parts if part not in ("..", "."))
+    found = [file.run] if file.run else [run for run in runs if run.folder.resolve() == name.resolve()]
+    found = found or [run for run in runs if parts and run.folder.resolve().parts[-len(parts) :] == parts]
     if not found and (name / RECIPE).is_file() and (name / METRICS).is_file():
-        return RunFolder(name, read_object(name / RECIPE, "a recipe"))
-    return found[0] if len(found) == 1 else None
+        found = [RunFolder(name, read_object(name / RECIPE, "a recipe"))]
+    if len(found) == 1:
+        return identity_of_run(found[0]), found[0].seed
+    start, _, number = name.name.partition("-")
+    known = {"config": file.record["model"].get("config")}
+    if start == "seed" and number.isdecimal() and name.parent.name:
+        return Identity.of(str(name.parent), known), int(number)
+    return Identity.of(str(name), known), None
 
 
 def label_models(identities: Iterable[Identity]) -> dict[Identity, Model]:
@@ -164,8 +157,8 @@ def _labels(group: Sequence[Identity]) -> list[tuple[str, str]]:
     name, settings = group[0].name, [dict(one.settings) for one in group]
     if len(group) == 1:
         return [(name or "Gecko", "")]
-    every = dict.fromkeys(key for one in settings for key in one)
-    differing = [key for key in every if len({one.get(key) for one in settings}) > 1]
+    keys = dict.fromkeys(key for one in settings for key in one)
+    differing = [key for key in keys if len({one.get(key) for one in settings}) > 1]
     ends = [key.rpartition(".")[2] for key in differing]
     short = {key: end if ends.count(end) == 1 else key for key, end in zip(differing, ends, strict=True)}
     values = [{short[key]: one.get(key, "none").strip('"') for key in differing} for one in settings]
@@ -227,10 +220,7 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
     def row(score: str, value: float, n: int, unit: str, case: Mapping[str, float], own: Interval | None = None) -> Row:
         return Row(model, run.seed, "training", text, case, score, value, own, n, unit, run)
 
-    clock, steps = (
-        seconds_by_step(run.metrics, run.tokens_before),
-        [one for one in run.metrics if one["kind"] == "train"],
-    )
+    clock, steps = seconds_by_step(run.metrics, run.tokens_before), [x for x in run.metrics if x["kind"] == "train"]
     held_out = [
         (one["step"], one["nats_per_byte"], one.get("tokens", 1))
         for one in run.metrics if one["kind"] == "validation" and one.get("nats_per_byte") is not None
@@ -246,8 +236,7 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
         interval, loss, n = over_rows(losses, targets, 1.0), float(run.results["loss"]), run.results["tokens"]
         flops = training_flops(run)
         for score, value in (("nats per byte", float(run.results["nats_per_byte"])), ("nats per token", loss)):
-            scale = value / loss
-            own = None if interval is None else Interval(scale * interval.low, scale * interval.high, interval.method)
+            own = interval and interval.map(partial(operator.mul, value / loss))
             yield row(score, value, n, "tokens", {} if flops is None else {"FLOPs": flops}, own)
     length: Mapping[str, float] = {"length": int(run.recipe["sequence_length"])}
     for score, name, combined in (("tokens/s", "tokens_per_second", statistics.median), (MEMORY, "memory_gib", max)):
@@ -258,13 +247,13 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
 
 
 def training_flops(run: RunFolder) -> float | None:
-    """Return the FLOPs of all steps; None if they are not known: of trained weights, or without a Llama's package."""
+    """Return the FLOPs of all steps; None if they are not known, as of trained weights."""
     if run.recipe.get("init_from") is not None:
         return None
     try:
         config = parse_config(run.recipe.get("model"), "model", texts=False)
         return flops_per_token(config, int(run.recipe["sequence_length"])) * run.tokens_before(run.steps_done)
-    except (ImportError, ValueError):  # a recipe of other code
+    except (ImportError, ValueError):  # a Llama without its package, or a recipe of other code
         return None
 
 
@@ -314,18 +303,18 @@ def rows_of_evaluation(file: EvaluationFile, model: Model, seed: int | None) -> 
                           "segments", file)  # fmt: skip
 
 
+_DATA = {"limit": "first {:,}", "shots_data": "shots of {}", "new_tokens": "answers of {:,} tokens"}
+"""Words for the settings that may differ between evaluations of a task."""
+
+
 def _case(file: EvaluationFile, where: Mapping[str, Any]) -> dict[str, Any]:
     if file.kind == "positions":  # each model has its own chunks, which are named under its name
         return {}
-    case = {name: value for name, value in where.items() if name != _NORMS}
-    return case | {"data": _data(file.record["settings"])} if file.kind in ("academic", "scrolls") else case
-
-
-def _data(settings: Mapping[str, Any]) -> str:
-    """Describe the data and the settings that may differ between evaluations of a task."""
-    forms = {"limit": "first {:,}", "shots_data": "shots of {}", "new_tokens": "answers of {:,} tokens"}
-    given = [form.format(settings[name]) for name, form in forms.items() if settings.get(name) is not None]
-    return ", ".join([settings.get("data", "not recorded") or "hub", *given])
+    case, settings = {name: value for name, value in where.items() if name != _NORMS}, file.record["settings"]
+    if file.kind in ("academic", "scrolls"):
+        given = [form.format(settings[name]) for name, form in _DATA.items() if settings.get(name) is not None]
+        case["data"] = ", ".join([settings.get("data", "not recorded") or "hub", *given])
+    return case
 
 
 def _compared(file: EvaluationFile, details: Mapping[str, Any], n: int) -> tuple[Any, ...]:

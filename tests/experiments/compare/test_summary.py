@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from scipy import stats
 from gecko.experiments.compare import ComparisonPlan, Tuning
 from gecko.experiments.compare.plan import RESULTS, Planned
 from gecko.experiments.compare.results import RunResult, summarise
-from gecko.experiments.compare.runs import Trial, edge_notes, machine_notes, trial_of, tuned_rates
+from gecko.experiments.compare.runs import edge_notes, machine_notes, trial_of, tuned_rates
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import MetricsWriter, record_session
@@ -68,16 +69,15 @@ def test_one_seed_is_judged_by_held_out_rows() -> None:
     better = (np.array(rows) - 0.02 * np.array(targets) * random.uniform(0, 2, 200)).tolist()
     first, other = summarise([result("a", 0, rows, targets), result("b", 0, better, targets)], "a")
     assert first["nats_per_byte"] == pytest.approx(sum(rows) / sum(targets) / BYTES_PER_TOKEN)
-    assert first["standard_error"] is None
     own, difference = first["interval"], other["difference_interval"]
     assert own["low"] < first["nats_per_byte"] < own["high"] and own["low"] < other["nats_per_byte"]
-    assert own["method"] == "bootstrap over 200 held-out rows, 95 %"
+    assert (first["standard_error"], own["method"]) == (None, "bootstrap over 200 held-out rows, 95 %")
     expected = (sum(better) - sum(rows)) / sum(targets) / BYTES_PER_TOKEN
-    assert other["difference"] == pytest.approx(expected)
-    assert difference["low"] < expected < difference["high"] < 0
-    width = difference["high"] - difference["low"]
+    assert other["difference"] == pytest.approx(expected) and difference["low"] < expected < difference["high"] < 0
     spread = np.std((np.array(better) - rows) / targets) / math.sqrt(200) / BYTES_PER_TOKEN
-    assert width == pytest.approx(2 * 1.96 * spread, rel=0.15)
+    assert difference["high"] - difference["low"] == pytest.approx(2 * 1.96 * spread, rel=0.15)
+    with pytest.raises(ValueError, match="on the same held-out rows"):
+        summarise([result("a", 0, [1.0, 2.0], [3, 4]), result("b", 0, [1.0, 2.0], [4, 3])], "a")
 
 
 def test_differences_are_of_seeds_that_both_have() -> None:
@@ -90,14 +90,10 @@ def test_differences_are_of_seeds_that_both_have() -> None:
     assert (alone["difference"], alone["difference_seeds"]) == (None, [])
 
 
-def test_models_tested_on_different_rows() -> None:
-    with pytest.raises(ValueError, match="on the same held-out rows"):
-        summarise([result("a", 0, [1.0, 2.0], [3, 4]), result("b", 0, [1.0, 2.0], [4, 3])], "a")
-
-
 def test_seconds_are_those_of_training_steps(base: Run, tmp_path: Path) -> None:
     """Evaluations and checkpoints in between do not count; a resumed run contains every step once."""
-    run = Run.from_dict({**base.to_dict(), "output": str(tmp_path / "run"), "steps": 4})
+    run = replace(base, output=str(tmp_path / "run"), steps=4)
+    one = Planned("a", "seed-0", run)
     with MetricsWriter(run.folder, None) as metrics:
         metrics.write("validation", 0, {"nats_per_byte": 5.0, "loss": 5.0})
         for step, speed in enumerate((12.0, 48.0, 24.0, 96.0), start=1):
@@ -106,9 +102,9 @@ def test_seconds_are_those_of_training_steps(base: Run, tmp_path: Path) -> None:
             if step % 2 == 0:
                 loss = 4.0 - step if step < 4 else float("nan")
                 metrics.write("validation", step, {"nats_per_byte": loss, "loss": loss})
-    assert RunResult.of(Planned("a", "seed-0", run), 7) is None
+    assert RunResult.of(one, 7) is None
     (run.folder / RESULTS).write_text(json.dumps(vars(Evaluation(2.0, 1.0, [], 1, 9, [18.0], [9]))))
-    result = RunResult.of(Planned("a", "seed-0", run), 7)
+    result = RunResult.of(one, 7)
     assert result is not None and run.tokens_per_step == 48
     found = result.values
     assert [found[name] for name in ("seconds", "tokens_per_second", "tokens", "skipped_steps")] == [7.5, 36.0, 192, 1]
@@ -117,51 +113,38 @@ def test_seconds_are_those_of_training_steps(base: Run, tmp_path: Path) -> None:
     with MetricsWriter(run.folder, 3):
         pass
     with pytest.raises(ValueError, match="one line for each of 4 steps; it has 3"):
-        RunResult.of(Planned("a", "seed-0", run), 7)
+        RunResult.of(one, 7)
+    (run.folder / RESULTS).write_text(json.dumps(vars(Evaluation(math.nan, math.nan, [], 1, 9, [], []))))
+    trial = trial_of(one, "finished")
+    assert (trial["nats_per_byte"], trial["tokens"], trial["learning_rate"]) == (None, 9, 1e-2), "a loss is finite"
 
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-
-
-def trial(recipe: str, rate: float, state: str, loss: float | None) -> Trial:
-    return {"recipe": recipe, "learning_rate": rate, "state": state, "nats_per_byte": loss}
 
 
 @given(st.lists(st.one_of(st.none(), losses), min_size=4, max_size=4))
 def test_the_lowest_held_out_loss_is_taken(found: list[float | None]) -> None:
     plan = ComparisonPlan(Path("x"), {"a": None, "b": None}, {}, (0,), Tuning(RATES, 5))  # type: ignore[dict-item]
     trials = [
-        trial(recipe, rate, "diverged" if loss is None else "finished", loss)
-        for rate, loss in zip(RATES, found, strict=True)
-        for recipe in ("a", "b")
-    ]
+        {"recipe": recipe, "learning_rate": rate, "state": "diverged" if loss is None else "finished",
+         "nats_per_byte": loss} for rate, loss in zip(RATES, found, strict=True) for recipe in ("a", "b")
+    ]  # fmt: skip
     rates = tuned_rates(plan, trials)
     finite = [loss for loss in found if loss is not None]
     assert set(rates) == ({"a", "b"} if finite else set())
-    for rate in rates.values():
-        assert found[RATES.index(rate)] == min(finite)
+    assert all(found[RATES.index(rate)] == min(finite) for rate in rates.values())
     notes = " ".join(edge_notes(plan, rates))
     for end, word in ((RATES[0], "lowest"), (RATES[-1], "highest")):
         assert (word in notes) == (end in rates.values())
     # A run that failed for another reason, or does not exist yet, makes the tuning unequal.
     for state in ("failed", "stopped", "waiting"):
-        assert "b" not in tuned_rates(plan, [*trials[:-1], trial("b", RATES[-1], state, None)])
-
-
-def test_a_loss_that_is_not_finite_is_no_loss(base: Run, tmp_path: Path) -> None:
-    run = Run.from_dict({**base.to_dict(), "output": str(tmp_path)})
-    (tmp_path / RESULTS).write_text(json.dumps(vars(Evaluation(math.nan, math.nan, [], 1, 9, [], []))))
-    found = trial_of(Planned("a", "tuning-1e-2", run), "finished")
-    assert (found["nats_per_byte"], found["tokens"], found["learning_rate"]) == (None, 9, 1e-2)
+        assert "b" not in tuned_rates(plan, [*trials[:-1], {**trials[-1], "state": state, "nats_per_byte": None}])
 
 
 def test_runs_of_other_machines_are_named(base: Run, tmp_path: Path) -> None:
     here = {"Processor": "A, 2 cores, 1 used by PyTorch", "Memory": "1 GiB"}
     more_threads, card = {"Processor": "A, 2 cores, 2 used by PyTorch"}, {**here, "GPU": "C, 9 GiB"}
-    planned = [
-        Planned("a", f"seed-{seed}", Run.from_dict({**base.to_dict(), "output": str(tmp_path / str(seed))}))
-        for seed in range(4)
-    ]
+    planned = [Planned("a", f"seed-{seed}", replace(base, output=str(tmp_path / str(seed)))) for seed in range(4)]
     for one, machines in zip(planned, ([here], [here, more_threads], [here, card], []), strict=True):
         one.run.folder.mkdir()
         for session, machine in enumerate(machines):

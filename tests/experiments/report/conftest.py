@@ -9,28 +9,16 @@ from pathlib import Path
 import pytest
 from support.results import write_all
 
-from gecko.experiments.inputs import EvaluationFile, gather
-
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_all(tmp_path_factory.mktemp("written"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def runs(inputs: list[Path]) -> Path:
     """Return a folder of MODEL/seed-N, each with results in its ``eval/``; tests must not change it."""
     return inputs[0].parent.parent
-
-
-@pytest.fixture
-def results(inputs: list[Path]) -> Path:
-    return inputs[-1].parent
-
-
-@pytest.fixture
-def perplexity(runs: Path) -> EvaluationFile:
-    return gather([runs / "small_gecko/seed-0/eval/perplexity.json"]).evaluations[0]
 
 
 @pytest.fixture
@@ -38,8 +26,7 @@ def copied(runs: Path, tmp_path: Path) -> Callable[[str, int], Path]:
     """Return a function that copies a run folder, without its evaluations, so that a test may change it."""
 
     def copy(recipe: str, seed: int) -> Path:
-        folder = tmp_path / recipe / f"seed-{seed}"
-        shutil.copytree(runs / recipe / f"seed-{seed}", folder, ignore=shutil.ignore_patterns("eval"))
-        return folder
+        without = shutil.ignore_patterns("eval")
+        return Path(shutil.copytree(runs / recipe / f"seed-{seed}", tmp_path / recipe / f"seed-{seed}", ignore=without))
 
     return copy

@@ -13,7 +13,7 @@ from gecko.experiments.inputs import gather
 Copy = Callable[[str, int], Path]
 
 
-def test_runs_bring_their_evaluations_and_nothing_is_read_twice(runs: Path) -> None:
+def test_runs_and_comparisons_bring_what_is_in_them_and_nothing_is_read_twice(runs: Path) -> None:
     seed = runs / "small_gecko" / "seed-0"
     inputs = gather([seed, seed / "eval" / "perplexity.json", seed])
     assert len(inputs.runs) == 1 and len(inputs.evaluations) == 2
@@ -21,54 +21,51 @@ def test_runs_bring_their_evaluations_and_nothing_is_read_twice(runs: Path) -> N
         "run, finished, 2 evaluations in its eval/", "evaluation, given before", "run, given before",
     ]  # fmt: skip
     assert inputs.runs[0].sessions[0]["parameters"] == 10_744 and inputs.left_out == []
-
-
-def test_folders_of_comparisons_bring_all_seeds(runs: Path) -> None:
     inputs = gather([runs])
-    assert len(inputs.runs) == 4
-    assert any("comparison is not finished" in why for _, why in inputs.left_out)
+    assert len(inputs.runs) == 4 and any("comparison is not finished" in why for _, why in inputs.left_out)
 
 
-def test_bad_input_is_refused(tmp_path: Path, runs: Path, results: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "text.txt").write_text("no")
-    (tmp_path / "other.json").write_text('{"loss": 1}')
-    (tmp_path / "list.json").write_text("[1]")
-    record = json.loads((results / "piqa.json").read_text())
-    (tmp_path / "new.json").write_text(json.dumps(record | {"evaluation": "poetry"}))
-    (tmp_path / "cut.json").write_text(json.dumps({name: record[name] for name in ("format", "evaluation")}))
-    (tmp_path / "norun").mkdir()
-    (tmp_path / "norun" / "recipe.json").write_text('{"model": {}}')
-    cases = [
-        (None, ValueError, "got none"),
-        (tmp_path / "gone", FileNotFoundError, "there is no"),
-        (tmp_path / "empty", ValueError, "it holds nothing"),
-        (tmp_path / "text.txt", ValueError, "must hold a result of `gecko eval` as JSON"),
-        (tmp_path / "other.json", ValueError, "must be a result file of `gecko eval`"),
-        (tmp_path / "list.json", ValueError, "got a list"),
-        (tmp_path / "new.json", ValueError, "'poetry'; known are perplexity"),
-        (tmp_path / "cut.json", ValueError, "it lacks model, command"),
-        (tmp_path / "norun", ValueError, "it lacks data, batch_size"),
-        (runs / "small_gecko" / "seed-0" / "recipe.json", ValueError, "give the folder"),
-    ]  # fmt: skip
-    for path, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            gather([] if path is None else [path])
+FORMAT = "gecko-evaluation-1"
+POETRY = {key: {} for key in ("model", "command", "seed", "settings", "scores", "details")} | {"evaluation": "poetry"}
 
 
-def test_a_run_without_results_is_shown_as_far_as_it_went(copied: Copy) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "message"),
+    [
+        (None, None, ValueError, "got none"),
+        ("gone", None, FileNotFoundError, "there is no"),
+        ("empty/", None, ValueError, "it holds nothing"),
+        ("text.txt", "no", ValueError, "must hold a result of `gecko eval` as JSON"),
+        ("other.json", {"loss": 1}, ValueError, "must be a result file of `gecko eval`"),
+        ("list.json", [1], ValueError, "got a list"),
+        ("new.json", {**POETRY, "format": FORMAT}, ValueError, "'poetry'; known are perplexity"),
+        ("cut.json", {"format": FORMAT, "evaluation": "academic"}, ValueError, "it lacks model, command"),
+        ("run/recipe.json", {"model": {}}, ValueError, "give the folder"),
+        ("run/", {"recipe.json": {"model": {}}}, ValueError, "it lacks data, batch_size"),
+        ("run/", {"comparison.json": {}}, ValueError, "must be of `gecko compare`"),
+        ("run/", {"comparison.json": {"format": "gecko-comparison-1"}}, ValueError, "lacks recipes"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(name: str | None, content: object, kind: type, message: str, tmp_path: Path) -> None:
+    path = tmp_path / (name or "")
+    if name and name.endswith("/"):
+        path.mkdir()
+        for file, values in content.items() if isinstance(content, dict) else ():
+            (path / file).write_text(json.dumps(values))
+    elif content is not None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(kind, match=message):
+        gather([path] if name else [])
+
+
+def test_a_run_is_shown_as_far_as_it_went_and_one_without_anything_is_left_out(copied: Copy, runs: Path) -> None:
     folder = copied("small_gecko", 0)
     (folder / "results.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(lines[:6]) + '\n{"cut')
-    inputs = gather([folder])
-    assert inputs.given[0][1] == "run, not finished: 4 of 12 steps, 0 evaluations in its eval/"
-
-
-def test_a_run_without_anything_is_left_out_and_alone_is_an_error(copied: Copy, runs: Path) -> None:
-    folder = copied("small_gecko", 0)
+    assert gather([folder]).given[0][1] == "run, not finished: 4 of 12 steps, 0 evaluations in its eval/"
     (folder / "metrics.jsonl").unlink()
-    (folder / "results.json").unlink()
     with pytest.raises(ValueError, match="never trained"):
         gather([folder])
     inputs = gather([folder, runs / "small_chunk" / "seed-0"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gecko.eval.results import Interval
-from gecko.experiments.figures import _means, counts, mean_by_step
+from gecko.experiments.figures import counts, length_figure, mean_by_step
 from gecko.experiments.inputs import EvaluationFile, RunFolder, gather
 from gecko.experiments.rows import (
     HELD_OUT,
@@ -29,7 +29,6 @@ from gecko.train.metrics import Record
 
 Copy = Callable[[str, int], Path]
 MODEL = Model("model", LineStyle.of(0))
-RECIPE = {"batch_size": 2, "sequence_length": 300, "seed": 0, "data": {"source": "texts"}}
 
 
 def changed(folder: Path, **values: Any) -> Path:
@@ -38,25 +37,22 @@ def changed(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_seeds_of_a_recipe_are_one_model(runs: Path) -> None:
+def test_seeds_of_a_recipe_are_one_model_and_another_recipe_is_another(runs: Path, copied: Copy) -> None:
     identities = [identity_of_run(run) for run in gather([runs]).runs]
     assert [model.label for model in label_models(identities).values()] == ["small_chunk", "small_gecko"]
     assert identities[0] == identities[1] != identities[2]
-
-
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
+    first, folder = copied("small_gecko", 0), copied("small_gecko", 1)
+    rows = {"every": 3, "rows": 4, "final_rows": 8}
+    for change, same in (
         ({"seed": 7}, True), ({"output": "elsewhere"}, True), ({"threads": 8}, True), ({"minutes": 3}, True),
-        ({"data.validation": None}, True), ({"recipe": "other"}, True), ({"evaluation": {"every": 9, "rows": 4,
-          "final_rows": 8}}, True), ({"steps": 13}, False), ({"batch_size": 4}, False),
-        ({"precision": "bfloat16"}, False), ({"evaluation": {"every": 3, "rows": 5, "final_rows": 8}}, False),
-    ],
-)  # fmt: skip
-def test_what_makes_another_model(copied: Copy, change: dict[str, Any], same: bool) -> None:
-    first, second = copied("small_gecko", 0), changed(copied("small_gecko", 1), **change)
-    one, other = (identity_of_run(run) for run in gather([first, second]).runs)
-    assert (one == other) is same
+        ({"data.validation": None}, True), ({"recipe": "other"}, True), ({"evaluation": rows | {"every": 9}}, True),
+        ({"steps": 13}, False), ({"batch_size": 4}, False), ({"precision": "bfloat16"}, False),
+        ({"evaluation": rows | {"rows": 5}}, False),
+    ):  # fmt: skip
+        before = (folder / "recipe.json").read_text()
+        one, other = (identity_of_run(run) for run in gather([first, changed(folder, **change)]).runs)
+        assert (one == other) is same, change
+        (folder / "recipe.json").write_text(before)
 
 
 def test_a_run_outside_of_a_comparison_is_named_by_its_recipe(copied: Copy) -> None:
@@ -98,16 +94,14 @@ def test_evaluations_find_their_run_by_the_name_of_its_model(runs: Path) -> None
     assert found("seed-1")[0].name == "seed-1", "two runs end so"
     assert [found(name)[0].name for name in ("elsewhere/gpt/seed-4", "models/gpt")] == ["elsewhere/gpt", "models/gpt"]
     assert [found(name)[1] for name in ("elsewhere/gpt/seed-4", "models/gpt")] == [4, None]
-
-
-def test_evaluations_of_a_run_that_was_not_given_know_its_recipe(runs: Path) -> None:
-    seeds = [runs / "small_gecko" / f"seed-{seed}" for seed in (0, 1)]
-    inputs = gather([seeds[0], seeds[1] / "eval/perplexity.json"])
-    assert identity_of_evaluation(inputs.evaluations[-1], inputs.runs) == (identity_of_run(inputs.runs[0]), 1)
+    inputs = gather([runs / "small_gecko/seed-0", seed.folder / "eval/perplexity.json"])
+    of_other = identity_of_evaluation(inputs.evaluations[-1], inputs.runs)
+    assert of_other == (identity_of_run(inputs.runs[0]), 1), "a run that was not given is known by its recipe"
 
 
 def run(*records: Record, results: dict[str, Any] | None = None, seed: int = 0, **recipe: Any) -> list[Row]:
-    return list(rows_of_run(RunFolder(Path("run"), RECIPE | {"seed": seed} | recipe, list(records), results), MODEL))
+    recipe = {"batch_size": 2, "sequence_length": 300, "seed": seed, "data": {"source": "texts"}, **recipe}
+    return list(rows_of_run(RunFolder(Path("run"), recipe, list(records), results), MODEL))
 
 
 def step(number: int, loss: float | None, speed: float = 10.0, seconds: float = 0.0) -> Record:
@@ -142,8 +136,7 @@ def test_interval_of_one_seed_is_over_rows() -> None:
         interval = rows[score].interval
         assert interval is not None and interval.high - interval.low == pytest.approx(2 * 1.96 * scale / 20, rel=0.1)
         assert interval.low < 2 * scale < interval.high
-    none = run(step(1, 1), results={**results, "row_losses": []})
-    assert {row.interval for row in none} == {None}
+    assert {row.interval for row in run(step(1, 1), results={**results, "row_losses": []})} == {None}
 
 
 def test_seeds_are_averaged_at_the_steps_that_all_have() -> None:
@@ -159,11 +152,9 @@ def test_seeds_are_averaged_at_the_steps_that_all_have() -> None:
 
 def test_smoothed_losses_of_seeds_are_of_the_same_steps() -> None:
     """Although one seed was stopped in the middle of a group, and one had a non-finite step."""
-    lengths, gap = {0: 200, 1: 90}, 6
-    whole, stopped = (
-        points(run(*(step(n, None if seed and n == gap else n) for n in range(1, length + 1)), steps=200),
-               TRAINING_LOSS, "tokens") for seed, length in lengths.items()
-    )  # fmt: skip
+    steps = [step(n, n) for n in range(1, 201)]
+    stopped = [*steps[:5], step(6, None), *steps[6:90]]
+    whole, stopped = (points(run(*some, steps=200), TRAINING_LOSS, "tokens") for some in (steps, stopped))
     assert [point[0] for point in whole] == list(range(3, 200, 4))
     assert [point[0] for point in stopped] == list(range(3, 88, 4))
     assert [point[2] for point in stopped[:3]] == pytest.approx([2.5, (5 + 7 + 8) / 3, 10.5])
@@ -200,5 +191,6 @@ def test_intervals(seeds: list[Row], limits: Any, mean: float, interval: tuple[f
 def test_without_an_interval() -> None:
     assert estimate([score(0.5)])[1] is None and estimate([score(0.5), score(0.5)])[1] is None
     assert counts([score(1, n=10), score(2, n=1000)]) == "10 to 1,000 items"
-    places = [score(0.5, 0.2, 0.9), score(0.5)._replace(case={"context": 2})]
-    assert _means(places, "context") == ([1, 2], [0.5, 0.5], [[0.3, 0.0], [0.4, 0.0]])
+    places = {MODEL: [score(0.5, 0.2, 0.9), score(0.5)._replace(case={"context": 2})]}
+    (line,) = (bar for *_, bars in length_figure(places, "context", "x", "y").axes[0].containers for bar in bars)
+    assert [segment[:, 1].tolist() for segment in line.get_segments()] == [[0.2, 0.9], [0.5, 0.5]]

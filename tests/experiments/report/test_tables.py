@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from gecko.experiments.report import build_sections, reproduction
 from gecko.pages import Section, Table
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+Copy = Callable[[str, int], Path]
 
 
 def agrees(name: str, found: str) -> None:
@@ -61,26 +61,34 @@ def comparison(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seeds", [(0,), SEEDS])
-def test_page_of_a_comparison(tmp_path: Path, seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    values, shown = comparison(tmp_path, seeds), []
+def test_page_and_report_of_a_comparison(
+    tmp_path: Path, seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, shown = comparison(tmp_path / "runs", seeds), []
     monkeypatch.setattr(compared, "write_html", lambda *page: shown.append(page))
     monkeypatch.setattr(compared, "code_version", lambda: CODE)
     compared.write_page(tmp_path, values)
     (_, title, summary, sections) = shown[0]
     agrees(f"comparison-{len(seeds)}.csv", f"{title}\n{summary}\n{as_csv(sections)}")
+    if len(seeds) > 1:
+        compared.save(tmp_path / "runs", values)
+        agrees("folder.csv", everything(gather([tmp_path / "runs"])).replace(f"{tmp_path}/", ""))
 
 
-def test_report_of_a_comparison(tmp_path: Path) -> None:
-    compared.save(tmp_path / "runs", comparison(tmp_path / "runs", SEEDS))
-    agrees("folder.csv", everything(gather([tmp_path / "runs"])).replace(f"{tmp_path}/", ""))
-
-
-def sections(inputs: Inputs) -> dict[str, Section]:
+def sections(inputs: Inputs | Sequence[EvaluationFile]) -> dict[str, Section]:
+    inputs = inputs if isinstance(inputs, Inputs) else Inputs(evaluations=list(inputs))
     return {section.title: section for section in build_sections(inputs)}
 
 
 def cells(section: Section, table: int = 0) -> list[list[str]]:
     return [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in section.tables[table].rows]
+
+
+@pytest.fixture
+def file(inputs: list[Path]) -> Callable[[str], EvaluationFile]:
+    """Return a function from a name to a result file that was written."""
+    by_name = {path.name: path for path in [*inputs, *inputs[2].glob("eval/*.json")]}
+    return lambda name: gather([by_name[name]]).evaluations[0]
 
 
 def changed(file: EvaluationFile, name: str, seed: int = 0, **values: Any) -> EvaluationFile:
@@ -92,33 +100,23 @@ def changed(file: EvaluationFile, name: str, seed: int = 0, **values: Any) -> Ev
     return EvaluationFile(Path(f"{name}-{seed}.json"), record)
 
 
-def only(files: Sequence[EvaluationFile]) -> Inputs:
-    return Inputs(evaluations=list(files))
-
-
-@pytest.mark.parametrize("change", [{"tokenizer": "olmo.json"}, {"texts": ["another.txt"]}])
-def test_other_tokenizers_and_texts_are_drawn_apart(perplexity: EvaluationFile, change: dict[str, Any]) -> None:
-    apart = sections(only([perplexity, changed(perplexity, "b", **change)]))["Perplexity by context length"]
-    assert len(apart.pictures) == 2 and "have their own pictures" in apart.intro
-    texts = [f"/elsewhere/{Path(text).name}" for text in perplexity.record["settings"]["texts"]]
-    together = sections(only([perplexity, changed(perplexity, "b"), changed(perplexity, "c", texts=texts)]))
-    assert len(together["Perplexity by context length"].pictures) == 1
-
-
-def test_the_same_score_twice_is_shown_once_and_stated(perplexity: EvaluationFile) -> None:
-    inputs = only([changed(perplexity, "a"), EvaluationFile(Path("again.json"), changed(perplexity, "a").record)])
-    assert len(sections(inputs)["Perplexity by context length"].tables[0].columns) == 3
+def test_perplexities_of_other_tokenizers_and_texts_are_drawn_apart(file: Any) -> None:
+    of, title = file("perplexity.json"), "Perplexity by context length"
+    for change in ({"tokenizer": "olmo.json"}, {"texts": ["another.txt"]}):
+        apart = sections([of, changed(of, "b", **change)])[title]
+        assert len(apart.pictures) == 2 and "have their own pictures" in apart.intro
+    texts = [f"/elsewhere/{Path(text).name}" for text in of.record["settings"]["texts"]]
+    assert len(sections([of, changed(of, "b"), changed(of, "c", texts=texts)])[title].pictures) == 1
+    inputs = Inputs(evaluations=[changed(of, "a"), EvaluationFile(Path("again.json"), changed(of, "a").record)])
+    assert len(sections(inputs)[title].tables[0].columns) == 3, "the same score twice is shown once"
     assert inputs.left_out == [("again.json", "perplexity: some scores are of a model and seed shown already")]
-
-
-def test_renewed_norms_are_another_line(perplexity: EvaluationFile) -> None:
-    record, kinds = copy.deepcopy(dict(perplexity.record)), ("all that was read", "last 6 chunks")
+    record, kinds = copy.deepcopy(dict(of.record)), ("all that was read", "last 6 chunks")
     record["scores"] = [score | {"where": {"norm statistics of": kind, **score["where"]}}
                         for kind in kinds for score in record["scores"]]  # fmt: skip
     record["details"] = {kind: record["details"] for kind in kinds}
-    found = sections(only([EvaluationFile(Path("r.json"), record, perplexity.run)]))["Perplexity by context length"]
+    found = sections([EvaluationFile(Path("r.json"), record, of.run)])[title]
     first, second = (column[0] for column in found.tables[0].columns[2:])
-    assert second == f"{first}, norms of the last 6 chunks"
+    assert second == f"{first}, norms of the last 6 chunks", "renewed norms are another line"
 
 
 def test_every_task_can_be_shown(tmp_path: Path) -> None:
@@ -129,13 +127,12 @@ def test_every_task_can_be_shown(tmp_path: Path) -> None:
         settings = {"task": task, "texts": ["essays.txt"], "lengths": [900], "depths": "random", "samples": 20}
         write_result(tmp_path / f"{task}.json", "retrieval", scores, settings, {"name": "m"}, {"words": 9})
     for task in SYNTHETIC:
-        for config in ({"chunk_size": PIECE}, {"rope_base": 1.0}):
+        for kind, config in enumerate(({"chunk_size": PIECE}, {"rope_base": 1.0})):
             settings = {"task": task, "size": {"length": 32, "vocab_size": 16, "items": 2}, "steps": 200,
                         "guessing": 0.125, "config": config}  # fmt: skip
             scores = [score("accuracy", 0.5, 20, "answers", {"chunks before the question": place}, 0.1, "Wilson")
                       for place in ("any", 0, 1)]  # fmt: skip
-            write_result(tmp_path / f"{task}-{len(config)}-{'rope_base' in config}.json", "diagnose", scores, settings,
-                         {"name": "m"})  # fmt: skip
+            write_result(tmp_path / f"{task}-{kind}.json", "diagnose", scores, settings, {"name": "m"})
     found = sections(gather(sorted(tmp_path.glob("*.json"))))
     for task in RETRIEVAL:
         (one,) = (part for title, part in found.items() if any(task in table.title for table in part.tables))
@@ -145,20 +142,20 @@ def test_every_task_can_be_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "scale"), [("piqa.json", 1), ("story.json", 100), ("passkey.json", 1)])
-def test_shares_over_seeds_stay_within_0_and_100_percent(results: Path, name: str, scale: int) -> None:
-    file = gather([results / name]).evaluations[0]
-    files = [changed(file, "a", seed) for seed in range(3)]
+def test_shares_over_seeds_stay_within_0_and_100_percent(file: Any, name: str, scale: int) -> None:
+    files = [changed(file(name), "a", seed) for seed in range(3)]
     for one, value in zip(files, (0.9, 1.0, 1.0), strict=True):
         one.record["scores"][0]["value"] = value * scale
-    (section,) = sections(only(files)).values()
+    (section,) = sections(files).values()
     assert section.tables[0].rows[0][3][1].startswith("82.3 to 100.0; ")
     assert "cut at 0 and 100 %" in section.tables[0].notes[0]
 
 
-def test_needles_in_other_texts_are_drawn_apart(results: Path) -> None:
-    file = gather([results / "passkey.json"]).evaluations[0]
+def test_needles_in_other_texts_are_drawn_apart(file: Any) -> None:
     names = ("emma.txt", "x/emma.txt", "walden.txt")
-    inputs = only([changed(file, "a", task="niah_single_2", texts=[name]) for name in names])
+    inputs = Inputs(
+        evaluations=[changed(file("passkey.json"), "a", task="niah_single_2", texts=[name]) for name in names]
+    )
     found = sections(inputs)["Retrieval: needle in texts"]
     assert [table.title for table in found.tables[:2]] == [
         "Needle in texts (niah_single_2), in emma.txt", "Needle in texts (niah_single_2), in walden.txt",
@@ -168,30 +165,25 @@ def test_needles_in_other_texts_are_drawn_apart(results: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["story.json", "piqa.json"])
-def test_tasks_on_other_data_are_other_rows(results: Path, name: str) -> None:
-    file = gather([results / name]).evaluations[0]
+def test_tasks_on_other_data_are_other_rows(file: Any, name: str) -> None:
     changes = ({}, {"data": "other.jsonl"}, {"limit": 5}, {"shots_data": "train.jsonl"}, {"new_tokens": 9})
-    inputs = only([changed(file, "a", **change) for change in changes])
+    inputs = Inputs(evaluations=[changed(file(name), "a", **change) for change in changes])
     (section,) = sections(inputs).values()
     assert len(cells(section)) == len(changes) and not inputs.left_out
     words = ("", "other.jsonl", "first 5", "shots of train.jsonl", "of 9 tokens")
     assert all(said in row[1] for row, said in zip(cells(section), words, strict=True))
 
 
-def test_a_seed_trained_twice_is_left_out(runs: Path, copied: Callable[[str, int], Path]) -> None:
+def test_a_seed_trained_twice_is_left_out_and_an_unfinished_one_is_told(runs: Path, copied: Copy) -> None:
     folder = copied("small_gecko", 0)
     inputs = gather([runs / "small_gecko/seed-0", folder])
     assert cells(sections(inputs)["Training"])[0][:2] == ["small_gecko", "0"]
     assert inputs.left_out[0][0] == str(folder) and "with the same seed" in inputs.left_out[0][1]
-
-
-def test_an_unfinished_seed_is_told(runs: Path, copied: Callable[[str, int], Path]) -> None:
     folder = copied("small_gecko", 1)
     (folder / "results.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(lines[:4]) + "\n")
-    inputs = gather([runs / "small_gecko/seed-0", folder])
-    table = sections(inputs)["Training"].tables[0]
+    table = sections(gather([runs / "small_gecko/seed-0", folder]))["Training"].tables[0]
     assert [row[1] for row in table.rows] == ["0", ("not finished", "seed 1: 3 steps")]
     (folder / "metrics.jsonl").write_text(lines[1] + "\n")
     inputs = gather([runs / "small_gecko/seed-0", folder])
@@ -205,10 +197,3 @@ def test_runs_on_other_texts_are_drawn_apart(runs: Path, tmp_path: Path) -> None
     replace(run, data=replace(run.data, source="other")).save(run.folder / "recipe.json")
     for folder, pictures in ((runs / "small_gecko/seed-0", 3), (run.folder, 6)):
         assert len(sections(gather([runs / "small_chunk/seed-0", folder]))["Training"].pictures) == pictures
-
-
-def test_another_file_with_the_name_of_a_comparison_is_refused(tmp_path: Path) -> None:
-    for content, message in (({}, "must be of `gecko compare`"), ({"format": "gecko-comparison-1"}, "lacks recipes")):
-        (tmp_path / "comparison.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=message):
-            gather([tmp_path])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from gecko.data import is_shard_folder
 from gecko.data.sources import find_sources
@@ -27,14 +28,16 @@ _MOVABLE = ("output", "recipe", "overrides", "sample.prompt")
 _OPTIONS = {"output": "--out", "seed": "--seeds"}
 
 
-def common_settings(run: Run) -> dict[str, object]:
-    """Return the fields that all runs of a comparison share, with dotted names."""
+def _common_settings(run: Run) -> dict[str, object]:
     return {name: value for name, value in flatten(run.to_dict()).items() if not has_role(name, Role.FREE)}
 
 
 def _check_same_training(runs: Mapping[str, Run]) -> None:
-    """Raise ValueError if runs differ in a setting that must be equal, or have no number of steps."""
-    settings = {name: common_settings(run) for name, run in runs.items()}
+    """Raise an error if runs differ in a setting that must be equal, have no number of steps, or a source is no file.
+
+    Runs find data sets of the hub.
+    """
+    settings = {name: _common_settings(run) for name, run in runs.items()}
     first = next(iter(settings.values()))
     different = [key for key in first if any(found[key] != first[key] for found in settings.values())]
     if different:
@@ -51,6 +54,11 @@ def _check_same_training(runs: Mapping[str, Run]) -> None:
             "a comparison gives every model the same tokens, so the number of steps must be set, such as steps=1000; "
             f"got minutes={next(iter(runs.values())).minutes:g}."
         )
+    for data in {run.data for run in runs.values()}:
+        mixture = [parse_source(item)[0] for item in data.sources] or [data.source]
+        for source in (*mixture, *([] if data.validation is None else [data.validation])):
+            if not is_shard_folder(source):
+                find_sources(source)
 
 
 def _check_parameters(parameters: Mapping[str, int], tolerance: float) -> None:
@@ -65,15 +73,6 @@ def _check_parameters(parameters: Mapping[str, int], tolerance: float) -> None:
             f"largest has {100 * excess:.1f} % more than the smallest ({counts}). Change model.* in a recipe.json, or "
             "allow more with --tolerance."
         )
-
-
-def _check_sources(runs: Iterable[Run]) -> None:
-    """Raise FileNotFoundError or ValueError if a source of texts names no file. Runs find data sets of the hub."""
-    for data in {run.data for run in runs}:
-        mixture = [parse_source(item)[0] for item in data.sources] or [data.source]
-        for source in (*mixture, *([] if data.validation is None else [data.validation])):
-            if not is_shard_folder(source):
-                find_sources(source)
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,11 @@ class Tuning:
             raise ValueError(f"--tuning-steps must be at least 1; got {self.steps}.")
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One run of a comparison."""
+class Planned(NamedTuple):
+    """One run of a comparison; ``name`` is that of its folder in the recipe's folder: ``seed-0``, ``tuning-4e-3``."""
 
     recipe: str
     name: str
-    """Name of its folder in the recipe's folder: ``seed-0``, ``tuning-4e-3``."""
     run: Run
 
     @property
@@ -124,15 +121,9 @@ class ComparisonPlan:
 
     @classmethod
     def of(
-        cls,
-        recipes: Sequence[str],
-        overrides: Sequence[str],
-        folder: Path,
-        *,
-        seeds: Sequence[int] = (0,),
-        tuning: Tuning | None = None,
-        tolerance: float = 0.02,
-    ) -> ComparisonPlan:
+        cls, recipes: Sequence[str], overrides: Sequence[str], folder: Path, *, seeds: Sequence[int] = (0,),
+        tuning: Tuning | None = None, tolerance: float = 0.02,
+    ) -> ComparisonPlan:  # fmt: skip
         """Plan a comparison of recipes.
 
         Args:
@@ -152,11 +143,15 @@ class ComparisonPlan:
             raise ValueError(f"--seeds must be different whole numbers of at least 0, as 0,1,2; got {list(seeds)}.")
         runs = _variants(_named(recipes), overrides, tuned=tuning is not None)
         _check_same_training(runs)
-        _check_sources(runs.values())
         models = {name: meta_model(run.model) for name, run in runs.items()}
         parameters = {name: sum(x.numel() for x in model.parameters()) for name, model in models.items()}
         _check_parameters(parameters, tolerance)
         return cls(folder, runs, parameters, tuple(seeds), tuning)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Fields that all runs share, with dotted names."""
+        return _common_settings(next(iter(self.recipes.values())))
 
     def tuning_runs(self) -> list[Planned]:
         """Return the tuning runs, with the first seed, ordered by rate and recipe; empty without tuning."""
@@ -164,18 +159,15 @@ class ComparisonPlan:
             return []
         return [
             self._planned(recipe, f"tuning-{rate_name(rate)}", rate, self.seeds[0], [f"steps={self.tuning.steps}"])
-            for rate in self.tuning.learning_rates
-            for recipe in self.recipes
-        ]
+            for rate in self.tuning.learning_rates for recipe in self.recipes
+        ]  # fmt: skip
 
     def main_runs(self, rates: Mapping[str, float]) -> list[Planned]:
         """Return the runs of the recipes in ``rates``, ordered by seed: a partial comparison has all recipes."""
         return [
             self._planned(recipe, f"seed-{seed}", rates[recipe], seed, [])
-            for seed in self.seeds
-            for recipe in self.recipes
-            if recipe in rates
-        ]
+            for seed in self.seeds for recipe in self.recipes if recipe in rates
+        ]  # fmt: skip
 
     def _planned(self, recipe: str, name: str, rate: float, seed: int, changes: Sequence[str]) -> Planned:
         output = self.folder / recipe / name

@@ -15,9 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from gecko.eval.results import Interval, over_rows, over_seeds, standard_error
+from gecko.eval.results import Interval, methods, over_rows, over_seeds, standard_error
 from gecko.experiments.compare.plan import Planned, evaluation_of, rate_name
-from gecko.experiments.figures import AXES, loss_pictures, methods
+from gecko.experiments.figures import AXES, loss_pictures
 from gecko.experiments.inputs import COMPARISON, COMPARISON_FORMAT
 from gecko.experiments.rows import HELD_OUT, Model, Row, data_words, grouped
 from gecko.io.files import parse_json, whole_file, write_text
@@ -35,12 +35,10 @@ Values = dict[str, Any]
 
 
 class RunResult(NamedTuple):
-    """Result of a finished run."""
+    """Entry of a finished run in ``comparison.json``, and its evaluation, with the losses by row for intervals."""
 
     values: Values
-    """Its entry in ``comparison.json``."""
     evaluation: Evaluation
-    """Evaluation of the finished model, with the losses by row that intervals need."""
 
     @classmethod
     def of(cls, planned: Planned, parameters: int) -> RunResult | None:
@@ -77,26 +75,25 @@ def summarise(results: Sequence[RunResult], first: str) -> list[Values]:
 
     Losses are held-out nats per byte. Differences are means over the seeds that both recipes have.
     """
-    by_recipe = grouped(results, lambda result: str(result.values["recipe"]))
-    return [_summary(of, by_recipe.get(first, []) if recipe != first else []) for recipe, of in by_recipe.items()]
-
-
-def _summary(results: Sequence[RunResult], first: Sequence[RunResult]) -> Values:
-    losses, own = [result.evaluation.nats_per_byte for result in results], results[0].values
-    pairs = [(mine, other) for mine in results for other in first if mine.values["seed"] == other.values["seed"]]
-    differences = [mine.evaluation.nats_per_byte - other.evaluation.nats_per_byte for mine, other in pairs]
-    interval = over_seeds(losses) if len(results) > 1 else _over_rows(results[0].evaluation)
-    between = over_seeds(differences) if len(pairs) != 1 else _over_rows(*(one.evaluation for one in pairs[0]))
-    return {
-        "recipe": own["recipe"], "parameters": own["parameters"], "learning_rate": own["learning_rate"],
-        "seeds": [result.values["seed"] for result in results], "nats_per_byte": statistics.fmean(losses),
-        "standard_error": standard_error(losses), "interval": interval and asdict(interval),
-        "difference": statistics.fmean(differences) if differences else None,
-        "difference_seeds": [mine.values["seed"] for mine, _ in pairs],
-        "difference_interval": between and asdict(between),
-        "seconds": statistics.fmean(result.values["seconds"] for result in results),
-        "tokens_per_second": statistics.fmean(result.values["tokens_per_second"] for result in results),
-    }  # fmt: skip
+    by_recipe, summaries = grouped(results, lambda result: str(result.values["recipe"])), list[Values]()
+    for recipe, of in by_recipe.items():
+        others = by_recipe.get(first, []) if recipe != first else []
+        pairs = [(mine, other) for mine in of for other in others if mine.values["seed"] == other.values["seed"]]
+        losses = [result.evaluation.nats_per_byte for result in of]
+        differences = [mine.evaluation.nats_per_byte - other.evaluation.nats_per_byte for mine, other in pairs]
+        interval = over_seeds(losses) if len(of) > 1 else _over_rows(of[0].evaluation)
+        between = over_seeds(differences) if len(pairs) != 1 else _over_rows(*(one.evaluation for one in pairs[0]))
+        summaries.append({
+            **{name: of[0].values[name] for name in ("recipe", "parameters", "learning_rate")},
+            "seeds": [result.values["seed"] for result in of], "nats_per_byte": statistics.fmean(losses),
+            "standard_error": standard_error(losses), "interval": interval and asdict(interval),
+            "difference": statistics.fmean(differences) if differences else None,
+            "difference_seeds": [mine.values["seed"] for mine, _ in pairs],
+            "difference_interval": between and asdict(between),
+            **{name: statistics.fmean(result.values[name] for result in of)
+               for name in ("seconds", "tokens_per_second")},
+        })  # fmt: skip
+    return summaries
 
 
 def _over_rows(evaluation: Evaluation, other: Evaluation | None = None) -> Interval | None:
@@ -167,7 +164,7 @@ def comparison_tables(comparison: Mapping[str, Any], name: str = "") -> list[Tab
     intervals = [one[name] for one in recipes for name in ("interval", "difference_interval") if one[name] is not None]
     note = (
         f"Over {tokens} held-out tokens per run. Differences: to {comparison['first']}, paired by seed. Intervals: "
-        f"{methods(Interval(**one) for one in intervals)}."
+        f"{methods(Interval(**one) for one in intervals) or 'none'}."
     )
     tables = [] if not recipes else [
         Table(f"{of}Held-out loss, nats per byte", ["recipe", "mean", "95 % interval", "difference", "95 % interval"],

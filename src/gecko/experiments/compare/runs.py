@@ -1,4 +1,4 @@
-"""Training of the runs of a comparison in processes, its display, and the choice of learning rates."""
+"""A comparison at work: its runs in processes, their display, and the choice of learning rates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
@@ -21,21 +23,220 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from gecko.experiments.compare import results
 from gecko.experiments.compare.plan import LOCK, LOG, ComparisonPlan, Planned, claim, evaluation_of, rate_name
-from gecko.experiments.compare.results import duration, plain_table
+from gecko.experiments.figures import check_packages
+from gecko.experiments.inputs import COMPARISON_FORMAT
 from gecko.io.files import locked, parse_json, read_lines
-from gecko.runtime.terminal import visible
+from gecko.runtime.process import code_version
+from gecko.runtime.terminal import lasting_output, visible
 from gecko.train import NonFiniteError, Run, train
+from gecko.train.health import StopSignal
 from gecko.train.metrics import METRICS, SESSIONS
+from gecko.train.throughput import describe_hardware, select_device
 
-_TAIL_BYTES = 1 << 16
-_TAIL_LINES = 12
-_REFRESH_SECONDS = 2.0
+_POLL_SECONDS, _REFRESH_SECONDS = 0.3, 2.0
+_TAIL_BYTES, _TAIL_LINES = 1 << 16, 12
 _DISPLAYED = {"train": ("step", "loss", "tokens_per_second"), "validation": ("nats_per_byte",)}
 """Numbers of a record that the display needs, by its kind."""
 FAILED, DIVERGED = 1, 3
 """Exit codes: settings or data that cannot be trained on, and a run that stopped after too many skipped steps."""
 State = Literal["waiting", "training", "finished", "diverged", "failed", "stopped"]
+Trial = dict[str, Any]
+"""Result of a tuning run, as in ``comparison.json``; its loss is None if it was not measured or is not finite."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a call of ``compare``."""
+
+    comparison: dict[str, Any]
+    """The values of ``comparison.json``."""
+    stopped: str | None
+    """Name of the signal that stopped the comparison; None if it was not stopped."""
+    failed: bool
+    """Whether a run failed, or no learning rate was found for a recipe."""
+    page: Path | None
+    """HTML page; None if no run is finished."""
+
+
+def compare(plan: ComparisonPlan, *, jobs: int = 1, command: str, console: Console) -> Outcome:
+    """Tune learning rates, train all runs and compare them. Finished runs are kept; unfinished runs are continued.
+
+    On Ctrl-C and SIGTERM the running processes save a checkpoint before this returns. A failed run is reported and does
+    not stop the others.
+
+    Args:
+        jobs: number of runs trained at the same time, each in its own process.
+        command: command line of the user, for the record.
+
+    Raises:
+        ValueError: the folder holds something else, or another comparison is running in it.
+        ImportError: a package for pictures, the page or intervals is not installed.
+    """
+    if jobs < 1:
+        raise ValueError(f"--jobs must be at least 1; got {jobs}.")
+    check_packages()
+    results.check_folder(plan.folder)
+    with lasting_output(), locked(plan.folder / LOCK, wait=False), StopSignal() as stop:
+        hardware = describe_hardware(select_device(next(iter(plan.recipes.values())).device))
+        states, tuning = dict[str, State](), plan.tuning_runs()
+        Pool(tuning, jobs, states).train("tuning", console, stop, lambda: None)
+        trials = [trial_of(one, states[one.label]) for one in tuning]
+        rates, tuned = tuned_rates(plan, trials), not stop.requested
+        runs = plan.main_runs(rates) if tuned else []
+        comparison = partial(_comparison, plan, command, hardware, trials, rates, runs, states)
+        Pool(runs, jobs, states).train("training", console, stop, lambda: results.save(plan.folder, comparison()))
+        found = comparison()
+        if tuned:  # otherwise the results of earlier calls stay
+            results.save(plan.folder, found)
+        page = results.write_page(plan.folder, found) if found["runs"] else None
+        results.print_tables(found, console)
+        # A learning rate with which tuning diverges is a result, not a failure.
+        failed = any(states.get(one.label) in ("failed", "diverged") for one in runs)
+        untuned = not stop.requested and len(rates) < len(plan.recipes)
+        return Outcome(found, stop.requested, failed or untuned, page)
+
+
+def _comparison(
+    plan: ComparisonPlan, command: str, hardware: Mapping[str, str], trials: Sequence[Trial],
+    rates: Mapping[str, float], runs: Sequence[Planned], states: Mapping[str, State],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the values of ``comparison.json``: everything that has been found so far."""
+    first = next(iter(plan.recipes))
+    found = [result for one in runs if (result := results.RunResult.of(one, plan.parameters[one.recipe])) is not None]
+    untuned = [
+        f"{recipe}: no learning rate was found, for its tuning is not complete or diverged with every rate"
+        for recipe in plan.recipes if recipe not in rates and plan.tuning is not None
+    ]  # fmt: skip
+    return {
+        "format": COMPARISON_FORMAT, **code_version(), "command": command, "hardware": hardware,
+        "unit": "held-out nats a byte", "first": first, "seeds": list(plan.seeds),
+        "settings": plan.settings, "parameters": dict(plan.parameters),
+        "models": {name: run.to_dict()["model"] for name, run in plan.recipes.items()},
+        "tuning": plan.tuning and {**asdict(plan.tuning), "trials": trials, "chosen": rates},
+        "recipes": results.summarise(found, first), "runs": [result.values for result in found],
+        "unfinished": {label: state for label, state in states.items() if state != "finished"},
+        "notes": [*edge_notes(plan, rates), *machine_notes(runs, hardware), *untuned],
+    }  # fmt: skip
+
+
+class Pool:
+    """Runs that are trained in processes, ``jobs`` at the same time, in order, and their states by label.
+
+    Finished runs are skipped and unfinished runs are continued. A failed run does not stop the others.
+
+    Raises:
+        ValueError: a run's folder holds something else.
+    """
+
+    def __init__(self, planned: Sequence[Planned], jobs: int, states: dict[str, State]) -> None:
+        self.planned, self.jobs, self.states = planned, jobs, states
+        self._files = {one.label: claim(one) for one in planned}
+        states.update({one.label: "finished" if evaluation_of(one.run) else "waiting" for one in planned})
+        self._waiting = deque(one for one in planned if states[one.label] == "waiting")
+        self._running: dict[str, tuple[Planned, Popen[bytes]]] = {}
+
+    def train(self, title: str, console: Console, stop: StopSignal, after_each: Callable[[], object]) -> None:
+        """Train until all runs have ended or a signal came; no process is left.
+
+        A terminal shows a live table. What became of a run is printed when it has ended; then ``after_each`` is called.
+        """
+        live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        shown = -math.inf
+        try:
+            with live or nullcontext():
+                while (self._waiting or self._running) and not stop.requested:
+                    ended = self._advance()
+                    for text in ended:
+                        console.print(text)
+                    if live is not None and (ended or time.monotonic() - shown > _REFRESH_SECONDS):
+                        live.update(self.table(title), refresh=True)
+                        shown = time.monotonic()
+                    if ended:
+                        after_each()
+                    time.sleep(_POLL_SECONDS)
+                if self._waiting or self._running:
+                    console.print(f"{stop.requested}: waiting for the running processes to save")
+                    self._stop()
+        finally:
+            for _, process in self._running.values():
+                process.kill()
+                process.wait()
+
+    def _advance(self) -> list[str]:
+        """Start runs while fewer than ``jobs`` are running; return what became of those that have ended."""
+        ended = [(one, process) for one, process in self._running.values() if process.poll() is not None]
+        for one, _ in ended:
+            del self._running[one.label]
+        told = [f"{one.label}: {self._end(one, process)}" for one, process in ended]
+        while self._waiting and len(self._running) < self.jobs:
+            one = self._waiting.popleft()
+            self._running[one.label] = one, self._start(one)
+            self.states[one.label] = "training"
+        return told
+
+    def _start(self, one: Planned) -> Popen[bytes]:
+        environment = dict(os.environ)
+        if one.run.threads is None and self.jobs > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
+        with (one.run.folder / LOG).open("ab") as log:
+            # In its own session the worker does not receive Ctrl-C; this process terminates it.
+            return Popen(
+                [sys.executable, "-m", "gecko.experiments.compare.runs", str(self._files[one.label])],
+                stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True, env=environment,
+            )  # fmt: skip
+
+    def _end(self, one: Planned, process: Popen[bytes]) -> str:
+        """Set the state of a run that has ended; return it with the loss, or with the end of the log."""
+        assert process.stdin is not None
+        process.stdin.close()
+        if found := evaluation_of(one.run):
+            self.states[one.label] = "finished"
+            return f"finished, held-out loss {found.nats_per_byte:.4f} nats per byte"
+        self.states[one.label] = "diverged" if process.returncode == DIVERGED else "failed"
+        how = f"exit code {process.returncode}" if process.returncode else "stopped by another process"
+        log = one.run.folder / LOG
+        end = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
+        return "\n  ".join([f"{self.states[one.label]}, {how}; the end of {log}:", *end])
+
+    def _stop(self) -> None:
+        """Terminate the running processes, which save a checkpoint first, and wait for them. Start no other run."""
+        self._waiting.clear()
+        for _, process in self._running.values():
+            process.terminate()
+        for one, process in self._running.values():
+            process.wait()
+            self.states[one.label] = "finished" if evaluation_of(one.run) else "stopped"
+        self._running.clear()
+
+    def table(self, title: str) -> Table:
+        """Return a table of the runs' progress, with the time left at the mean speed of those that were started."""
+        found = {one.label: progress_of(one.run) for one in self.planned}
+        states = {one.label: self.states[one.label] for one in self.planned}
+        open_ = [one for one in self.planned if states[one.label] in ("waiting", "training")]
+        speeds, left = [now.tokens_per_second for now in found.values() if now.tokens_per_second], ""
+        if speeds and open_:
+            tokens = sum(_tokens_left(one, found[one.label]) for one in open_)
+            together = sum(speeds) / len(speeds) * min(self.jobs, len(open_))
+            left = f", about {results.duration(tokens / together)} left"
+        done = sum(state == "finished" for state in states.values())
+        table = results.plain_table(f"{title}: {done} of {len(found)} finished{left}")
+        for name in ("recipe", "run"):
+            table.add_column(name, overflow="fold")
+        for name in ("step", "loss", "held out", "tokens/s", "left"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in self.planned:
+            now, state = found[one.label], states[one.label]
+            speed, until = now.tokens_per_second, ""
+            if speed:
+                until = results.duration(_tokens_left(one, now) / speed)
+            table.add_row(
+                one.recipe, one.name, f"{now.step:,}/{one.run.steps:,}", _number(now.loss, ".4f"),
+                _number(now.held_out, ".4f"), _number(speed, ",.0f"),
+                until if state == "training" else state,
+            )  # fmt: skip
+        return table
 
 
 def work(path: Path) -> int:
@@ -76,7 +277,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(run: Run) -> Progress:
-    """Return the progress of a run from the last 64 KiB of its metrics."""
+    """Return the progress of a run from the last 64 KiB of its metrics; a damaged line does not stop the comparison."""
     try:
         with (run.folder / METRICS).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -84,151 +285,23 @@ def progress_of(run: Run) -> Progress:
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return Progress()
+    steps, held_out = list[dict[str, Any]](), None
     # The last line may be incomplete, because the file is being written; the first one, because the end alone is read.
-    records = [record for line in lines[int(size > _TAIL_BYTES) : -1] if (record := _record(line))]
-    steps = [record for record in records if record["kind"] == "train"]
-    held_out = [record["nats_per_byte"] for record in records if record["kind"] == "validation"]
-    last = held_out[-1] if held_out else None
+    for line in lines[int(size > _TAIL_BYTES) : -1]:
+        try:
+            record = parse_json(line)
+            kind = record["kind"]
+            whole = all(name in record for name in _DISPLAYED.get(kind, ()))
+        except (ValueError, KeyError, TypeError):
+            continue
+        if whole and kind == "train":
+            steps.append(record)
+        elif whole and kind == "validation":
+            held_out = record["nats_per_byte"]
     if not steps:
-        return Progress(held_out=last)
+        return Progress(held_out=held_out)
     speed = statistics.median(record["tokens_per_second"] for record in steps[-20:])
-    return Progress(steps[-1]["step"], steps[-1]["loss"], last, speed)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None if it is damaged or lacks a number, because the display must not stop the comparison."""
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    whole = isinstance(record, dict) and "kind" in record
-    return record if whole and all(name in record for name in _DISPLAYED.get(record["kind"], ())) else None
-
-
-class Pool:
-    """Context manager that trains runs in processes, ``jobs`` at the same time, in order. On exit no process is left.
-
-    Finished runs are skipped and unfinished runs are continued. A failed run does not stop the others.
-
-    Raises:
-        ValueError: a run's folder holds something else.
-    """
-
-    def __init__(self, planned: Sequence[Planned], jobs: int) -> None:
-        self.planned, self.jobs = list(planned), jobs
-        self._files = {one.label: claim(one) for one in planned}
-        self.states: dict[str, State] = {
-            one.label: "finished" if evaluation_of(one.run) else "waiting" for one in planned
-        }
-        """States of the runs by label."""
-        self.failures: dict[str, str] = {}
-        """Reasons by label of the runs that failed or diverged, with the end of their log."""
-        self._waiting = deque(one for one in planned if self.states[one.label] == "waiting")
-        self._running: dict[str, tuple[Planned, Popen[bytes]]] = {}
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._waiting or self._running)
-
-    def advance(self) -> list[Planned]:
-        """Start runs while fewer than ``jobs`` are running; return those that have ended since the last call."""
-        ended = [one for one, process in self._running.values() if process.poll() is not None]
-        for one in ended:
-            self._record(one, self._running.pop(one.label)[1])
-        while self._waiting and len(self._running) < self.jobs:
-            one = self._waiting.popleft()
-            self._running[one.label] = one, self._start(one)
-            self.states[one.label] = "training"
-        return ended
-
-    def stop(self) -> None:
-        """Terminate the running processes, which save a checkpoint first, and wait for them. Start no other run."""
-        self._waiting.clear()
-        for _, process in self._running.values():
-            process.terminate()
-        for one, process in self._running.values():
-            process.wait()
-            self.states[one.label] = "finished" if evaluation_of(one.run) else "stopped"
-        self._running.clear()
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for _, process in self._running.values():
-            process.kill()
-            process.wait()
-
-    def _start(self, one: Planned) -> Popen[bytes]:
-        environment = dict(os.environ)
-        if one.run.threads is None and self.jobs > 1:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
-        with (one.run.folder / LOG).open("ab") as log:
-            # In its own session the worker does not receive Ctrl-C; this process terminates it.
-            return Popen(
-                [sys.executable, "-m", "gecko.experiments.compare.runs", str(self._files[one.label])],
-                stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True, env=environment,
-            )  # fmt: skip
-
-    def _record(self, one: Planned, process: Popen[bytes]) -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        if evaluation_of(one.run):
-            self.states[one.label] = "finished"
-            return
-        self.states[one.label] = "diverged" if process.returncode == DIVERGED else "failed"
-        how = f"exit code {process.returncode}" if process.returncode else "stopped by another process"
-        log = one.run.folder / LOG
-        end = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
-        self.failures[one.label] = "\n  ".join([f"{how}; the end of {log}:", *end])
-
-
-class LiveTable:
-    """Display of the pool's runs: a live table on a terminal, while ``live`` is entered, and a line per ended run."""
-
-    def __init__(self, console: Console, pool: Pool, title: str) -> None:
-        self._console, self._pool, self._title = console, pool, title
-        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext()
-        self._shown = -math.inf
-
-    def update(self, ended: list[Planned]) -> None:
-        """Print the results of ended runs, and refresh the table."""
-        for one in ended:
-            found = evaluation_of(one.run)
-            loss = "" if found is None else f"held-out loss {found.nats_per_byte:.4f} nats per byte"
-            state = self._pool.states[one.label]
-            self._console.print(f"{one.label}: {state}, {loss or self._pool.failures[one.label]}")
-        if isinstance(self.live, Live) and (ended or time.monotonic() - self._shown > _REFRESH_SECONDS):
-            self.live.update(self._table(), refresh=True)
-            self._shown = time.monotonic()
-
-    def _table(self) -> Table:
-        found = {one.label: progress_of(one.run) for one in self._pool.planned}
-        done = sum(state == "finished" for state in self._pool.states.values())
-        table = plain_table(f"{self._title}: {done} of {len(found)} finished{self._left(found)}")
-        for name in ("recipe", "run"):
-            table.add_column(name, overflow="fold")
-        for name in ("step", "loss", "held out", "tokens/s", "left"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for one in self._pool.planned:
-            now, state = found[one.label], self._pool.states[one.label]
-            speed = now.tokens_per_second
-            left = duration(_tokens_left(one, now) / speed) if speed else ""
-            table.add_row(
-                one.recipe, one.name, f"{now.step:,}/{one.run.steps:,}", _number(now.loss, ".4f"),
-                _number(now.held_out, ".4f"), _number(speed, ",.0f"), left if state == "training" else state,
-            )  # fmt: skip
-        return table
-
-    def _left(self, found: dict[str, Progress]) -> str:
-        """Return the estimated time for all runs, at the mean speed of those that were started."""
-        speeds = [progress.tokens_per_second for progress in found.values() if progress.tokens_per_second]
-        open_ = [one for one in self._pool.planned if self._pool.states[one.label] in ("waiting", "training")]
-        if not speeds or not open_:
-            return ""
-        tokens = sum(_tokens_left(one, found[one.label]) for one in open_)
-        speed = sum(speeds) / len(speeds) * min(self._pool.jobs, len(open_))
-        return f", about {duration(tokens / speed)} left"
+    return Progress(steps[-1]["step"], steps[-1]["loss"], held_out, speed)
 
 
 def _tokens_left(one: Planned, progress: Progress) -> int:
@@ -239,16 +312,12 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-Trial = dict[str, Any]
-"""Result of a tuning run, as in ``comparison.json``; its loss is None if it was not measured or is not finite."""
-
-
 def trial_of(one: Planned, state: State) -> Trial:
-    evaluation, loss = evaluation_of(one.run), None
-    if evaluation is not None and math.isfinite(evaluation.nats_per_byte):
-        loss = evaluation.nats_per_byte
+    evaluation = evaluation_of(one.run)
+    loss = None if evaluation is None else evaluation.nats_per_byte
     return {
-        "recipe": one.recipe, "learning_rate": one.run.optimizer.learning_rate, "state": state, "nats_per_byte": loss,
+        "recipe": one.recipe, "learning_rate": one.run.optimizer.learning_rate, "state": state,
+        "nats_per_byte": None if loss is None or not math.isfinite(loss) else loss,
         "tokens": 0 if evaluation is None else evaluation.tokens,
     }  # fmt: skip
 
@@ -278,24 +347,23 @@ def edge_notes(plan: ComparisonPlan, rates: Mapping[str, float]) -> list[str]:
     return [
         f"{recipe}: the best learning rate, {rate_name(rate)}, is the {ends[rate]} of those tried; a better one may "
         "lie beyond it"
-        for recipe, rate in rates.items()
-        if rate in ends
-    ]
+        for recipe, rate in rates.items() if rate in ends
+    ]  # fmt: skip
 
 
 def machine_notes(planned: Sequence[Planned], hardware: Mapping[str, str]) -> list[str]:
     """Return notes on runs of other machines: the page names one, and times on different ones cannot be compared."""
+
+    def machine(hardware: Mapping[str, str]) -> str:
+        """Return the GPU, or the processor without the number of its cores."""
+        return hardware.get("GPU") or hardware["Processor"].partition(",")[0]
+
     notes = []
     for one in planned:
-        machines = {_machine(session["hardware"]) for session in read_lines(one.run.folder / SESSIONS, ("hardware",))}
-        if others := machines - {_machine(hardware)}:
+        machines = {machine(found["hardware"]) for found in read_lines(one.run.folder / SESSIONS, ("hardware",))}
+        if others := machines - {machine(hardware)}:
             notes.append(f"{one.label}: trained on {' and '.join(sorted(others))}")
     return notes
-
-
-def _machine(hardware: Mapping[str, str]) -> str:
-    """Return the GPU, or the processor without the number of its cores."""
-    return hardware.get("GPU") or hardware["Processor"].partition(",")[0]
 
 
 if __name__ == "__main__":

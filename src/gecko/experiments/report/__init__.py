@@ -11,24 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from gecko.eval.results import readable
+from gecko.experiments import figures
 from gecko.experiments.compare.results import comparison_tables
-from gecko.experiments.figures import (
-    OF_HUNDRED,
-    PERCENT,
-    Unit,
-    check_packages,
-    compute_part,
-    counts,
-    distance_figure,
-    length_figure,
-    loss_pictures,
-    map_figure,
-    panels_figure,
-    position_curves,
-    score_table,
-    span,
-    within_figure,
-)
+from gecko.experiments.figures import OF_HUNDRED, PERCENT, Unit, check_packages, length_figure, score_table
 from gecko.experiments.inputs import Inputs, gather
 from gecko.experiments.rows import MEMORY, Row, by_model, estimate, families, grouped, long_table, token_count
 from gecko.pages import Cell, Listing, Picture, Section, Table
@@ -51,13 +36,11 @@ def write_page(paths: Sequence[Path], out: Path, command: str) -> Inputs:
     inputs = gather(paths)
     sections = build_sections(inputs)
     made = Listing(command, title=f"This page, by Gecko {code_name(code_version())}")
-    counts = [
-        f"{len(items)} {name}" + ("" if len(items) == 1 else "s")
-        for items, name in ((inputs.runs, "run"), (inputs.evaluations, "evaluation"))
-    ]
+    runs, evaluations = len(inputs.runs), len(inputs.evaluations)
     summary = (
-        f"Made from {' and '.join(counts)}. What is marked “published” is printed in the paper (Ma et al., 2026): "
-        "other models, data and scale, and not measured here."
+        f"Made from {runs} run{'s' * (runs != 1)} and {evaluations} evaluation{'s' * (evaluations != 1)}. What is "
+        "marked “published” is printed in the paper (Ma et al., 2026): other models, data and scale, and not measured "
+        "here."
     )
     left_out = Table("Left out", ["what", "why"], inputs.left_out, [] if inputs.left_out else ["Nothing."], heads=0)
     tables = [Table("", ["given", "what it is"], inputs.given, heads=0), left_out]
@@ -111,14 +94,14 @@ def _by_text(rows: Sequence[Row]) -> list[list[Row]]:
 def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     """Return the training section, with separate pictures per held-out text, because only their losses compare."""
     groups, models = _by_text(rows), by_model(rows)
-    pictures = [picture for group in groups for picture in loss_pictures(group, inputs.leave_out)]
+    pictures = [picture for group in groups for picture in figures.loss_pictures(group, inputs.leave_out)]
     computed = list[Table]()
     ended = [row for row in rows if row.score == "nats per byte"]
     for row in (row for row in ended if "FLOPs" not in row.case):
         inputs.leave_out(row.model.label, "loss by training FLOPs: not known, as where it starts from weights")
     known = [row for row in ended if "FLOPs" in row.case]
     for group in grouped(known, lambda row: (row.text, row.n)).values():  # on the same held-out rows
-        drawn, table = compute_part(group)
+        drawn, table = figures.compute_part(group)
         pictures, computed = [*pictures, *drawn], [*computed, table]
     pictures += length_pictures(rows)
     several = any(len({row.seed for row in mine}) > 1 for mine in models.values())
@@ -166,10 +149,10 @@ def _final_lines(rows: Sequence[Row]) -> list[list[Cell]]:
         losses: list[Cell] = []
         for score in ("nats per byte", "nats per token"):
             mean, interval = estimate(scores[score])
-            losses.append((readable(mean), span(interval)))
+            losses.append((readable(mean), figures.span(interval)))
         found = scores["nats per byte"]
         seeds = ", ".join(str(row.seed) for row in found)
-        lines.append([label, seeds, *losses, (counts(found), "for each seed" if len(found) > 1 else "")])
+        lines.append([label, seeds, *losses, (figures.counts(found), "for each seed" if len(found) > 1 else "")])
     open_ = [row for row in scores["steps"] if row.file.results is None]
     if open_:
         steps = "; ".join(f"seed {row.seed}: {row.value:,.0f} steps" for row in open_)
@@ -220,13 +203,13 @@ def positions_section(rows: Sequence[Row], by_kind: Mapping[str, Sequence[Row]])
     for group in _by_text(rows):
         about, settings = group[0].text[0], {row.model: row.file.record["settings"] for row in reversed(group)}
         whole, within = (
-            position_curves([row for row in by_kind[name] if row.text == group[0].text])
+            figures.position_curves([row for row in by_kind[name] if row.text == group[0].text])
             for name in ("by_position", "in_chunk")
         )
         chunks = {model: one["chunk"] for model, one in settings.items()}
-        panels = panels_figure(whole, chunks, next(iter(settings.values()))["length"])
+        panels = figures.panels_figure(whole, chunks, next(iter(settings.values()))["length"])
         pictures.append(Picture(panels, f"Loss by position on {about}. {bands} Grey: others."))
-        pictures.append(Picture(within_figure(within), f"{caption} {bands}"))
+        pictures.append(Picture(figures.within_figure(within), f"{caption} {bands}"))
         tables.append(score_table(
             f"Loss after chunk borders, on {about}", group, {"score": lambda row: row.score}, notes=[note],
             about=lambda row: "first {first} of {chunk}".format(**row.file.record["settings"]),
@@ -254,7 +237,7 @@ def retrieval_sections(rows: Sequence[Row], _: Mapping[str, Sequence[Row]]) -> l
         for group in _by_text(of_task):
             on = f", in {group[0].text[0]}" if group[0].text[0] else ""
             drawn = by_model(row for row in group if row.score.startswith("string_match"))
-            maps += [Picture(map_figure(mine, depth_name), f"{model.label}{on}", small=True)
+            maps += [Picture(figures.map_figure(mine, depth_name), f"{model.label}{on}", small=True)
                      for model, mine in drawn.items()]  # fmt: skip
             title = f"{f'{name} ({task})' if name else task}{on}"
             tables.append(score_table(title, group, heads, PERCENT, folded=True))
@@ -283,7 +266,7 @@ def synthetic_section(rows: Sequence[Row], _: Mapping[str, Sequence[Row]]) -> li
     pictures, tables, x = [], [], "chunks before the question"
     for group in _by_text(rows):
         about, guessing = group[0].text[0], group[0].text[-1]
-        pictures.append(Picture(distance_figure(group, x, guessing), f"{about}. Bars: 95 %."))
+        pictures.append(Picture(figures.distance_figure(group, x, guessing), f"{about}. Bars: 95 %."))
         note = f"Guessing gives {100 * guessing:.1f} %."
         tables.append(score_table(about, group, {x: lambda row: str(row.case[x])}, PERCENT, notes=[note], folded=True))
     intro = (
