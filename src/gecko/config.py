@@ -252,7 +252,9 @@ class GeckoConfig(Architecture):
             alone = grouped and count == total and (part == "norm_groups" or self.timestep_betas is not None)
             if total % count == 0 and not alone:
                 continue
-            fitting = [n for n in _divisors(total) if not grouped or 2 * n <= total]
+            small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
+            divisors = sorted({*small, *(total // n for n in small)})
+            fitting = [n for n in divisors if not grouped or 2 * n <= total]
             near = min(fitting or [1], key=lambda n: abs(n - count))
             if alone:
                 raise ValueError(
@@ -307,12 +309,6 @@ _WITHOUT = {
 _LATER = dropwhile(lambda field: field.name != "queries_and_keys", dataclasses.fields(GeckoConfig))
 PAPER: dict[str, Any] = {field.name: field.default for field in _LATER}
 """Fields of Llamas and of later designs, with the values that make the paper's model."""
-
-
-def _divisors(number: int) -> list[int]:
-    """Return the divisors of ``number``, the smallest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _is_real(value: object) -> bool:

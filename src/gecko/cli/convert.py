@@ -17,8 +17,7 @@ TRANSFORMERS, ONNX = "transformers", "onnx"
 
 
 def new_model_folder(out: Path, option: str = "OUT") -> Path:
-    """Return the folder for a new model, with ``~`` expanded. Raise FileExistsError if the folder is not empty, or is
-    or lies inside a training run or a checkpoint."""
+    """Return the folder for a new model, with ``~`` expanded; it must be new or empty."""
     folder = outside_of_runs(out, option)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{option} must be a new folder; {folder} is a file. Name another one.")

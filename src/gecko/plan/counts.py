@@ -34,16 +34,13 @@ class Flops(NamedTuple):
     """Floating-point operations; a multiply-add counts as two."""
 
     forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
+    total: float
 
 
-def twice_backward(forward: float) -> Flops:
-    """Return the FLOPs of an operation whose backward pass takes twice its forward pass."""
-    return Flops(forward, 2 * forward)
+def _with_backward(**parts: float | tuple[float, float]) -> dict[str, Flops]:
+    """Return the FLOPs of parts, given forward and backward, or forward alone if backward takes twice as many."""
+    both = {name: part if isinstance(part, tuple) else (part, 2 * part) for name, part in parts.items()}
+    return {name: Flops(forward, forward + backward) for name, (forward, backward) in both.items()}
 
 
 STATE_PARTS = ("clock", "timestep norms", "CEMA", "attention window", "working memory")
@@ -51,11 +48,8 @@ STATE_PARTS = ("clock", "timestep norms", "CEMA", "attention window", "working m
 
 def state_part(name: str) -> str:
     """Return the one of ``STATE_PARTS`` to which a tensor of a reading state belongs."""
-    parts = name.split(".")
-    if parts[0] == "clock":
-        return "clock"
-    kinds = {"attention": "attention window", "memory": "working memory", "cema": "CEMA"}
-    return next((kinds[part] for part in parts if part in kinds), "timestep norms")
+    kinds = {"clock": "clock", "attention": "attention window", "memory": "working memory", "cema": "CEMA"}
+    return next((kinds[part] for part in name.split(".") if part in kinds), "timestep norms")
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class GeckoCounts:
         norms = layers + 1 if config.norm == "timestep" else 0
         averages = layers * model_dim if config.local_mixing == "cema" else 0
         norm, window = 4.0 * config.timestep_groups * (SCAN_CHUNK + 1), self._windows * config.chunk_size
-        linear, head = (twice_backward(2.0 * products) for products in linear_products(config))
+        linear, head = linear_products(config)
         key, value = config.key_head_dim, config.value_head_dim
         products = key + 2 * value + key * value / config.chunk_size
         if config.memory == "orthogonal":  # answers for keys, and the memory before them
@@ -96,16 +90,15 @@ class GeckoCounts:
         if config.memory == "linear":
             products += 2  # the normaliser of keys and of queries
         remembered = 0.0 if config.memory == "none" else 2.0 * key_dim * products
-        return {
-            "linear": linear,
-            "attention": Flops(
-                layers * 2.0 * window * (key_dim + value_dim), layers * 2.0 * window * (3 * key_dim + 2 * value_dim)
-            ),
-            "memory": twice_backward(layers * remembered),
-            "CEMA": twice_backward(averages * (2.0 * SCAN_CHUNK + 8 * config.cema_modes)),
-            "norms": Flops(norms * norm, norms * (norm + 4 * config.timestep_groups * model_dim)),
-            "head": head,
-        }
+        attended = layers * 2.0 * window
+        return _with_backward(
+            linear=2.0 * linear,
+            attention=(attended * (key_dim + value_dim), attended * (3 * key_dim + 2 * value_dim)),
+            memory=layers * remembered,
+            CEMA=averages * (2.0 * SCAN_CHUNK + 8 * config.cema_modes),
+            norms=(norms * norm, norms * (norm + 4 * config.timestep_groups * model_dim)),
+            head=2.0 * head,
+        )
 
     def keys(self, length: int) -> str:
         """Describe the number of keys that attention computes per token of such a row."""
@@ -164,8 +157,8 @@ class LlamaCounts:
         computes scores again in the backward pass.
         """
         attention = 1.0 * self.config.num_layers * length * self.config.model_dim
-        linear, head = (twice_backward(2.0 * products) for products in linear_products(self.config))
-        return {"linear": linear, "attention": Flops(2 * attention, 5 * attention), "head": head}
+        linear, head = linear_products(self.config)
+        return _with_backward(linear=2.0 * linear, attention=(2 * attention, 5 * attention), head=2.0 * head)
 
     def keys(self, length: int) -> str:
         return f"{length // 2:,} keys on average"
@@ -292,14 +285,11 @@ def state_memory(config: ModelConfig, divided: int, *, muon: bool = False) -> di
 
 
 class GroupSizes(NamedTuple):
-    """Bytes of the parameter groups that FSDP gathers together."""
+    """Bytes of all blocks, in the dtypes in which FSDP gathers them, of the rest and of all gradients in float32."""
 
     blocks: int
-    """Bytes of all blocks, in the dtypes in which they are gathered."""
     rest: int
-    """Bytes of embedding, final norm and head in float32."""
     gradients: int
-    """Bytes of all gradients in float32."""
 
 
 @lru_cache(maxsize=1)
