@@ -319,7 +319,8 @@ class Export(TakesTokenizer):
                 from gecko.models.onnx import save_onnx
 
                 save_onnx(model, folder)
-                if spec := known_tokenizer(source) if self.tokenizer is None else self.tokenizer:
+                spec = known_tokenizer(source) if self.tokenizer is None else self.tokenizer
+                if spec is not None:
                     copy_tokenizer(spec, folder)
             else:
                 from gecko import hf

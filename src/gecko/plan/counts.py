@@ -101,24 +101,16 @@ class GeckoCounts:
         )
 
     def keys(self, length: int) -> str:
-        """Describe the number of keys that attention computes per token of such a row."""
         return f"whole windows of {self._windows * self.config.chunk_size:,} keys"
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
-        """Return the bytes of the state by part, for weights of ``itemsize`` bytes. They do not depend on ``length``.
-
-        The state is float32, except the values in the attention window.
-        """
+        """Return the bytes of the state by part: float32, except the values in the attention window."""
         sizes = dict.fromkeys(STATE_PARTS, 0)
         value_dtype = torch.bfloat16 if itemsize < FLOAT else torch.float32
         empty = GeckoState.empty(self.config, value_dtype=value_dtype, device="meta")
         for name, tensor in empty.tensors().items():
             sizes[state_part(name)] += tensor.nbytes
         return sizes
-
-    def piece(self) -> int:
-        """Return the number of tokens per piece in which a prompt is read."""
-        return piece_length(self.config)
 
     def context_bytes(self, itemsize: int, ranks: int) -> int:
         """Return the bytes that the busiest of ``ranks`` context ranks sends in a layer's forward pass, per row.
@@ -169,16 +161,17 @@ class LlamaCounts:
         one = config.num_layers * config.num_key_value_heads * config.head_dim * length * itemsize
         return {"keys": one, "values": one}
 
-    def piece(self) -> int:
-        return LLAMA_PIECE
-
     def context_bytes(self, itemsize: int, ranks: int) -> int:
-        """Return 0: context ranks are not supported."""
-        return 0
+        return 0  # context ranks are not supported
 
 
 def counts_of(config: ModelConfig) -> GeckoCounts | LlamaCounts:
     return LlamaCounts(config) if isinstance(config, LlamaConfig) else GeckoCounts(config)
+
+
+def _piece(config: ModelConfig, length: int) -> int:
+    """Return the number of tokens per piece in which a prompt of ``length`` tokens is read."""
+    return min(length, LLAMA_PIECE if isinstance(config, LlamaConfig) else piece_length(config))
 
 
 # Memory of a model on one device (``gecko info``).
@@ -209,11 +202,10 @@ def inference_memory(config: ModelConfig, dtype: torch.dtype, batch: int, length
 
     For a Gecko they do not depend on ``length`` once it is longer than one piece.
     """
-    counts = counts_of(config)
     return {
         "weights": sum(parameters_by_component(config).values()) * dtype.itemsize,
-        "states": batch * sum(counts.state(length, dtype.itemsize).values()),
-        "work on a piece of the prompt": block_memory(config, dtype, min(length, counts.piece())).work,
+        "states": batch * sum(counts_of(config).state(length, dtype.itemsize).values()),
+        "work on a piece of the prompt": block_memory(config, dtype, _piece(config, length)).work,
     }
 
 
@@ -223,7 +215,7 @@ def training_memory(config: ModelConfig, batch: int, length: int, *, recompute: 
     The activations of a block are measured on a piece of a row, and taken to grow with the tokens.
     """
     weights = sum(parameters_by_component(config).values()) * FLOAT
-    piece = min(length, counts_of(config).piece())
+    piece = _piece(config, length)
     block = block_memory(config, torch.float32, piece).kept * batch * length // piece
     inputs = config.num_layers * batch * length * config.model_dim * FLOAT
     kept = inputs + block if recompute else config.num_layers * block
@@ -247,7 +239,7 @@ def serving(config: ModelConfig, memory: int) -> dict[str, int] | None:
     """
     if isinstance(config, LlamaConfig):
         return None
-    weights, state, work = inference_memory(config, torch.bfloat16, 1, counts_of(config).piece()).values()
+    weights, state, work = inference_memory(config, torch.bfloat16, 1, piece_length(config)).values()
     rest = RESERVE + weights + work
     return {
         "weights_bytes": weights, "row_bytes": state,
@@ -260,8 +252,7 @@ def serving(config: ModelConfig, memory: int) -> dict[str, int] | None:
 def step_memory(run: Run, sizes: MeshSizes) -> tuple[dict[str, int], str]:
     """Return the bytes of one GPU at the peak of a step, by kind, and the name of this moment.
 
-    They are those of a rank that needs most, as a dry run measures them, and a reserve. Raise ImportError if Triton is
-    missing.
+    They are those of a rank that needs most, as a dry run measures them, and a reserve.
     """
     # All ranks of the first shard have the largest part of the parameters, the last part of a row follows states.
     peak = step_peak(run, sizes, rank=sizes.context - 1)
