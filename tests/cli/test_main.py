@@ -20,6 +20,7 @@ from support.interrupts import take_interrupts
 from support.native_agreement import needs_compiler
 
 import gecko
+from gecko.data import load_tokenizer
 from gecko.parallel.mesh import Ranks
 from gecko.train import DataSettings, NonFiniteError, OptimizerSettings, Run, train
 from gecko.train.data import load_data
@@ -131,6 +132,9 @@ def test_data_sets_of_the_hub_are_not_asked_for_again_and_again_without_a_networ
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("tried again"))
+    with pytest.raises(FileNotFoundError, match=r"got 'someone/model', .* cannot be reached, and tokenizer"):
+        load_tokenizer("someone/model")
     result = command("eval", words[0], run_folder, words[1], code=2)
     answer = " ".join(result.output.replace("│", " ").split())
     assert "https://huggingface.co cannot be reached" in answer and "--data" in answer

@@ -255,9 +255,9 @@ class ShardProgress(Progress):
             TextColumn("tokenizing"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("shards"),
             TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn(),
         )  # fmt: skip
+        self._plan = plan  # what is shown is computed at once
         # Listing thousands of files takes long, so large corpora are refreshed less often.
         super().__init__(*columns, console=console, refresh_per_second=2 / (1 + len(plan.tasks) // 1000))
-        self._plan = plan
         self.add_task("tokenizing", total=len(plan.tasks), tokens="-")
 
     def get_renderables(self) -> Iterator[RenderableType]:
