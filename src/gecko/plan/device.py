@@ -74,6 +74,7 @@ class FakeGPU(TorchDispatchMode):
             return operation(*arguments, **options)  # DTensor asks for a shape
         given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
         on_device, device = [is_on_device(x) for x in given], options.get("device")
+        result: Any
         if any(on_device) and operation in _READS:
             result = 1.0 if arguments[0].is_floating_point() else 1  # losses and norms are finite
         elif any(on_device):
