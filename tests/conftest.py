@@ -21,7 +21,7 @@ _modules = 0
 TOGETHER = (
     "tests/kernels/compiled/", "tests/kernels/interpreted/test_context.py",
     "tests/ops/test_cpu_library.py", "tests/ops/test_cpu_memory.py", "tests/parallel/", "tests/plan/test_dry_run.py",
-    "tests/plan/test_search.py",
+    "tests/plan/test_search.py", "tests/cli/test_commands.py::test_a_command_answers[plan ",
 )  # fmt: skip
 """Folders and files of tests that share what takes long to make, such as four processes or compiled kernels. Each runs
 in one worker."""

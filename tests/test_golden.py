@@ -128,12 +128,11 @@ def test_intermediate_values(case):
 
 def assert_mixer(state: MixerState, values: Mapping[str, Tensor]) -> None:
     assert state.memory is not None
-    assert_near(state.cema, values["cema_h"], "cema_h")
-    assert_near(state.norm.count, values["timenorm_count"], "timenorm_count")
-    assert_near(state.norm.mean, values["timenorm_mean"], "timenorm_mean")
-    assert_near(state.norm.variance, values["timenorm_var"], "timenorm_var")
-    assert_near(state.memory.memory, values["awm_memory"], "awm_memory")
-    assert_near(state.memory.normaliser, values["awm_log_norm"], "awm_log_norm")
+    for name, x in {
+        "cema_h": state.cema, "timenorm_count": state.norm.count, "timenorm_mean": state.norm.mean,
+        "timenorm_var": state.norm.variance, "awm_memory": state.memory.memory, "awm_log_norm": state.memory.normaliser,
+    }.items():  # fmt: skip
+        assert_near(x, values[name], name)
 
 
 # Streams
@@ -177,9 +176,9 @@ def assert_cache(config: gecko.GeckoConfig, state: gecko.GeckoState, tensors: Ma
         chunk_start = torch.arange(end - kept, end) // config.chunk_size * config.chunk_size
         turned = turn(keys, chunk_start, config.num_rope_heads, config.rope_base)
         assert_near(turned, values["sca_prev_k"].transpose(1, 2), "sca_prev_k")
-    assert_near(state.final_norm.count, cache["final_norm.count"], "count")
-    assert_near(state.final_norm.mean, cache["final_norm.mean"], "mean")
-    assert_near(state.final_norm.variance, cache["final_norm.var"], "var")
+    norm = state.final_norm
+    for name, x in {"count": norm.count, "mean": norm.mean, "var": norm.variance}.items():
+        assert_near(x, cache[f"final_norm.{name}"], name)
 
 
 def from_ring(state: AttentionState, positions: range, chunk: int) -> tuple[Tensor, Tensor]:
@@ -266,19 +265,13 @@ def test_timestep_decay_norm(case):
     assert_operator(case, t, outputs)
 
 
-@pytest.mark.parametrize("case", golden("op.group_rms_norm"))
-def test_group_rms_norm(case):
+@pytest.mark.parametrize("case", [*golden("op.group_rms_norm"), *golden("op.group_layer_norm")])
+def test_norm_of_groups(case):
     t = load(case)
-    assert_operator(
-        case, t, {"y": group_rms_norm(t["input/x"], t.get("state/weight"), case["num_groups"], case["eps"])}
-    )
-
-
-@pytest.mark.parametrize("case", golden("op.group_layer_norm"))
-def test_group_layer_norm(case):
-    t = load(case)
-    weight, bias = t.get("state/weight"), t.get("state/bias")
-    assert_operator(case, t, {"y": group_layer_norm(t["input/x"], weight, bias, case["num_groups"], case["eps"])})
+    x, weight, options = t["input/x"], t.get("state/weight"), (case["num_groups"], case["eps"])
+    rms = case["kind"] == "op.group_rms_norm"
+    y = group_rms_norm(x, weight, *options) if rms else group_layer_norm(x, weight, t.get("state/bias"), *options)
+    assert_operator(case, t, {"y": y})
 
 
 @pytest.mark.parametrize("case", golden("op.rope"))

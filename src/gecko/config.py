@@ -202,8 +202,7 @@ class GeckoConfig(Architecture):
             raise ValueError(f"timestep_betas must be two decays in [0, 1), or None; got {betas!r}.")
         check(self)
         self._check_groups()
-        self._check_rotary()
-        self._check_shared_heads()
+        self._check_heads()
 
     @property
     def key_head_dim(self) -> int:
@@ -252,7 +251,9 @@ class GeckoConfig(Architecture):
             alone = grouped and count == total and (part == "norm_groups" or self.timestep_betas is not None)
             if total % count == 0 and not alone:
                 continue
-            fitting = [n for n in _divisors(total) if not grouped or 2 * n <= total]
+            small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
+            divisors = sorted({*small, *(total // n for n in small)})
+            fitting = [n for n in divisors if not grouped or 2 * n <= total]
             near = min(fitting or [1], key=lambda n: abs(n - count))
             if alone:
                 raise ValueError(
@@ -261,38 +262,33 @@ class GeckoConfig(Architecture):
                 )
             raise ValueError(f"{part} must divide {whole}; got {count} and {total}. Try {part}={near}.")
 
-    def _check_rotary(self) -> None:
-        heads = self.num_rope_heads
-        if not 0 <= heads <= self.num_heads:
-            raise ValueError(f"rope_heads must be a whole number in 0..num_heads={self.num_heads}, or None; "
-                             f"got {self.rope_heads!r}.")  # fmt: skip
-        if heads and self.key_head_dim % 2:
-            raise ValueError(f"rotary embedding turns pairs of features, so key_dim / num_heads must be even; "
-                             f"got {self.key_head_dim}. Change key_dim, or set rope_heads=0.")  # fmt: skip
-        given = self.rope_frequencies
-        if given is not None and (
-            2 * len(given) != self.key_head_dim or not all(_is_real(x) and 0 <= x < math.inf for x in given)
-        ):
-            raise ValueError(f"rope_frequencies must be {self.key_head_dim // 2} angles, one for a pair of features; "
-                             f"got {len(given)}: {given[:3]!r} …")  # fmt: skip
-
-    def _check_shared_heads(self) -> None:
-        """Check the fields that other fields must permit."""
-        heads, own = self.num_heads, self.num_key_value_heads
-        if heads % own:
-            raise ValueError(f"key_value_heads must divide num_heads; got {own} and {heads}. Try {heads}.")
+    def _check_heads(self) -> None:
+        """Check rotations, the fields that other fields must permit, and heads that share keys and values."""
+        heads, own, rotated, size = self.num_heads, self.num_key_value_heads, self.num_rope_heads, self.key_head_dim
+        angles = self.rope_frequencies
+        fitting = angles is None or (2 * len(angles) == size and all(_is_real(x) and 0 <= x < math.inf for x in angles))
+        of_heads = f"must be a whole number in 0..num_heads={heads}, or None; got {self.rope_heads!r}."
+        _must(0 <= rotated <= heads, f"rope_heads {of_heads}")
+        _must(not rotated or size % 2 == 0, "rotary embedding turns pairs of features, so key_dim / num_heads must be "
+              f"even; got {size}. Change key_dim, or set rope_heads=0.")  # fmt: skip
+        _must(fitting, f"rope_frequencies must be {size // 2} angles, one for a pair of features; "
+              f"got {len(angles or ())}: {(angles or ())[:3]!r} …")  # fmt: skip
+        _must(heads % own == 0, f"key_value_heads must divide num_heads; got {own} and {heads}. Try {heads}.")
         for setting, fields in _WITHOUT.items():
             name, value = setting.split("=")
             if getattr(self, name) == value:
                 self.refuse(fields, setting)
         width, gates = self.value_head_dim, self.memory_gate_channels
-        if gates and width % gates:
-            raise ValueError(f"memory_gate_channels must divide value_dim / num_heads={width}; got {gates}.")
-        if own != heads and self.num_rope_heads not in (0, heads):
-            given = self.rope_heads
-            raise ValueError(f"key_value_heads={own} of {heads} heads must have rope_heads None or 0; got {given}.")
-        if self.sinks > self.chunk_size:
-            raise ValueError(f"sinks must be at most chunk_size={self.chunk_size}; got {self.sinks}.")
+        divide = f"memory_gate_channels must divide value_dim / num_heads={width}; got {gates}."
+        _must(not gates or width % gates == 0, divide)
+        all_or_none = f"key_value_heads={own} of {heads} heads must have rope_heads None or 0; got {self.rope_heads}."
+        _must(own == heads or rotated in (0, heads), all_or_none)
+        _must(self.sinks <= self.chunk_size, f"sinks must be at most chunk_size={self.chunk_size}; got {self.sinks}.")
+
+
+def _must(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
 
 
 _WITHOUT = {
@@ -307,12 +303,6 @@ _WITHOUT = {
 _LATER = dropwhile(lambda field: field.name != "queries_and_keys", dataclasses.fields(GeckoConfig))
 PAPER: dict[str, Any] = {field.name: field.default for field in _LATER}
 """Fields of Llamas and of later designs, with the values that make the paper's model."""
-
-
-def _divisors(number: int) -> list[int]:
-    """Return the divisors of ``number``, the smallest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _is_real(value: object) -> bool:

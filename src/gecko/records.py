@@ -29,7 +29,7 @@ import re
 import reprlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
@@ -264,14 +264,15 @@ def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
         heads = _CLASS.finditer(inspect.getsource(sys.modules[module]))
     except OSError:  # compiled modules may be installed without their source
         return {}
-    return {head["name"]: dict(_docstrings_of(ast.parse(f"{head[0]}    ...").body[0])) for head in heads}
-
-
-def _docstrings_of(definition: Any) -> Iterator[tuple[str, str]]:
-    for field_and_next in pairwise(definition.body):
-        match field_and_next:
-            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
-                yield name, inspect.cleandoc(text)
+    found: dict[str, dict[str, str]] = {}
+    for head in heads:
+        definition: Any = ast.parse(f"{head[0]}    ...").body[0]
+        texts = found[head["name"]] = {}
+        for field_and_next in pairwise(definition.body):
+            match field_and_next:
+                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
+                    texts[name] = inspect.cleandoc(text)
+    return found
 
 
 def unknown_name(kind: str, name: object, known: Any) -> str:
@@ -279,17 +280,13 @@ def unknown_name(kind: str, name: object, known: Any) -> str:
     name = name[:_LONGEST] if isinstance(name, str) else _SHOWN.repr(name)
     choices = sorted(map(str, known))
     group = [choice for choice in choices if choice.startswith(f"{name.rstrip('.')}.")]
-    near = group or _nearest(name, choices)
+    # The nearest first; those that end in the name come first.
+    small = {choice.lower(): choice for choice in reversed(choices)}
+    same_end = [choice for choice in choices if choice.endswith((f".{name}", f"_{name}"))]
+    alike = difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5)
+    near = group or list(dict.fromkeys([*same_end, *(small[choice] for choice in alike)]))
     hint = f" Did you mean {near[0]!r}?" if near and not group else ""
     listed = ", ".join(choices)
     if len(choices) > _MOST_LISTED:
         listed = f"{len(choices)} names, such as {', '.join((near or choices)[:4])}"
     return f"{kind} must be one of {listed}; got {name!r}.{hint}"
-
-
-def _nearest(name: str, choices: list[str]) -> list[str]:
-    """Return the choices that resemble a name, the nearest first; those that end in the name come first."""
-    small = {choice.lower(): choice for choice in reversed(choices)}
-    same_end = [choice for choice in choices if choice.endswith((f".{name}", f"_{name}"))]
-    near = difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5)
-    return list(dict.fromkeys([*same_end, *(small[choice] for choice in near)]))

@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer.testing
 from typer.testing import CliRunner, Result
 
 import gecko
@@ -21,7 +24,8 @@ CONFIG = gecko.GeckoConfig(
 )  # fmt: skip
 
 Command = Callable[..., Result]
-Process = Callable[..., "subprocess.CompletedProcess[bytes]"]
+NEWEST = Path("checkpoints", "step-00000002")
+"""Newest checkpoint of ``run_folder``."""
 
 
 def write_run(folder: Path, steps: tuple[int, ...] = (1,)) -> Path:
@@ -49,9 +53,16 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "demo", steps=(1, 2))
 
 
+def greedy(model: Path | gecko.Gecko, text: bytes, new: int) -> str:
+    """Return what a model writes after a text."""
+    model = model if isinstance(model, gecko.Gecko) else gecko.load(model)
+    return bytes(gecko.generate(model, [256, *text], max_new_tokens=new, temperature=0).tokens[0]).decode()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _steps_measured_once() -> Iterator[None]:
-    """Measure the memory of equal training steps once, for all plans: it depends on neither the GPU nor its price."""
+def _made_once() -> Iterator[None]:
+    """Make the command line once, and measure the memory of equal training steps once for all plans: it depends on
+    neither the GPU nor its price."""
     import gecko.plan
 
     measured, step_memory = {}, gecko.plan.step_memory
@@ -64,10 +75,11 @@ def _steps_measured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gecko.plan, "step_memory", remembered)
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def command() -> Command:
     """Return a function that runs ``gecko …`` in this process, and that checks its exit code if one is given."""
 
@@ -79,20 +91,27 @@ def command() -> Command:
     return run
 
 
-@pytest.fixture
-def process(environment: dict[str, str]) -> Process:
-    """Return a function that runs ``python -m gecko …`` in a separate process."""
-
-    def run(*arguments: object, input: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            [sys.executable, "-m", "gecko", *map(str, arguments)],
-            input=input, capture_output=True, check=False, env=environment, timeout=120,
-        )  # fmt: skip
-
-    return run
-
-
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """Use one thread: the models are so small that waking a second thread takes longer than they do."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(gecko.__file__).parents[1])}
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Callable[..., "subprocess.Popen[bytes]"]:
+    """Return a function that starts ``python -m gecko …`` in a process with pipes."""
+
+    def begin(*arguments: object, **options: Any) -> "subprocess.Popen[bytes]":
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
+        return subprocess.Popen([sys.executable, "-m", "gecko", *map(str, arguments)], **{**pipes, **options})
+
+    return begin
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> list[Any]:
+        raise OSError("no name record")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("urllib.request.getproxies", dict)

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cli.conftest import CONFIG, write_run
+from cli.test_convert import release_of_gecko
 from support.chats import some_chats, write_chats
+from tokenizers import Tokenizer, models
 from typer.testing import CliRunner, Result
 
 import gecko
@@ -55,15 +57,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "broken/config.json": "{", "tokenizer.json": '{"version": "1.0"}',
         "tasks/piqa_val.jsonl": '{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n' * 2,
         "story.jsonl": '{"id": "1", "input": "Who?\\n\\nA story of Ann.", "output": "Ann"}',
+        "wrong.chat": "/nothing\n/save\n/save here.state\n/load nowhere.state\nhello\n",
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    (folder / "picture.txt").write_bytes(b"a" * 70_000 + b"\xff\xd8")
+    words = models.WordLevel({"<s>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>")
+    Tokenizer(words).save(str(folder / "words.json"))
+    release_of_gecko(folder / "release")
     write_chats(folder / "chats.jsonl", some_chats(4))
     torch.manual_seed(7)
     narrow = dataclasses.replace(CONFIG, model_dim=16)
-    models = {"book": gecko.load(folder / "demo"), "other": gecko.Gecko(CONFIG), "narrow": gecko.Gecko(narrow)}
-    for name, model in models.items():
+    readers = {"book": gecko.load(folder / "demo"), "other": gecko.Gecko(CONFIG), "narrow": gecko.Gecko(narrow)}
+    for name, model in readers.items():
         read(model.eval(), [torch.tensor([256, *b"a book"])]).state.save(folder / f"{name}.state")
     assert CliRunner().invoke(app, ["quantize", str(folder / "demo"), str(folder / "small")]).exit_code == 0
     gecko.Gecko(dataclasses.replace(CONFIG, vocab_size=100)).save(folder / "little-model")
@@ -79,6 +86,7 @@ def _write_hostile_files(folder: Path) -> None:
         os.mkfifo(folder / f"pipe{suffix}")
     (folder / "dangling").symlink_to("missing")
     (folder / "loop").symlink_to("loop")
+    (folder / "link").symlink_to("demo")
     (folder / "waiting" / "checkpoints").mkdir(parents=True)
     deep = "[" * 100_000
     files = {
@@ -106,12 +114,12 @@ def _write_hostile_files(folder: Path) -> None:
 def _write_broken_models(folder: Path) -> None:
     (checkpoint,) = (folder / "demo" / "checkpoints").iterdir()
     weights, config = ((checkpoint / name).read_bytes() for name in ("model.safetensors", "config.json"))
-    models = {
+    broken = {
         "plain": (weights, config), "cut": (weights[:1000], config), "deep": (weights, b"[" * 100_000),
         "negative": (weights, config.replace(b'"num_layers": 2', b'"num_layers": -1')),
         "more": (weights, config.replace(b'"num_layers": 2', b'"num_layers": 3')),
     }  # fmt: skip
-    for name, contents in models.items():
+    for name, contents in broken.items():
         model = folder / f"{name}-model"
         model.mkdir()
         for file, content in zip(("model.safetensors", "config.json"), contents, strict=True):
@@ -127,15 +135,6 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: Any) -> list[Any]:
-        raise OSError("no name record")
-
-    monkeypatch.setattr("socket.getaddrinfo", unknown)
-    monkeypatch.setattr("urllib.request.getproxies", dict)
-
-
 def _run(command: str) -> Result:
     """Run a command; ``< FILE`` at its end gives it a file as standard input."""
     arguments, _, file = command.partition(" < ")
@@ -143,9 +142,10 @@ def _run(command: str) -> Result:
     return CliRunner().invoke(app, shlex.split(arguments), input=given, prog_name="gecko")
 
 
-def _written(text: str, tokens: int, **options: Any) -> str:
+def _written(text: str | bytes, tokens: int, **options: Any) -> str:
     """Return what the model of demo writes after a text."""
-    out = gecko.generate(gecko.load("demo"), [256, *text.encode()], max_new_tokens=tokens, **options)
+    content = text if isinstance(text, bytes) else text.encode()
+    out = gecko.generate(gecko.load("demo"), [256, *content], max_new_tokens=tokens, **options)
     return bytes(out.tokens[0]).decode()
 
 
@@ -166,11 +166,15 @@ def _notes(table: str) -> dict[str, str]:
 
 NAMES: dict[str, Any] = {
     "written": _written, "result": _result, "json": json.loads, "version": gecko.__version__, "notes": _notes,
-    "state": gecko.GeckoState.load, "RECIPES": RECIPES,
+    "state": gecko.GeckoState.load, "RECIPES": RECIPES, "Path": Path,
     "contexts": lambda name: {score["where"]["context"] for score in _result(name)["scores"]},
     "counts": lambda name: {score["n"] for score in _result(name)["scores"]},
 }  # fmt: skip
 """What expressions after ``then`` may use, beside ``out`` and ``err``."""
+
+
+BROKEN_WITHIN = ("cut.gz", "picture.txt", "--renewed-norms")
+"""What is found to be wrong only while a model reads it; other mistakes must be found before."""
 
 
 @pytest.mark.parametrize("entry", _entries(), ids=lambda entry: entry.commands or "nothing")
@@ -183,11 +187,15 @@ def test_a_command_answers(
 ) -> None:
     monkeypatch.chdir(fresh_folder)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
+    monkeypatch.setenv("HOME", str(fresh_folder))
     *first, last = entry.commands.split(" && ")
     for command in first:
         before = _run(command)
         assert before.exit_code == 0, before.output
     files = _files(fresh_folder)
+    if entry.exit_code == 2 and not any(name in last for name in BROKEN_WITHIN):
+        monkeypatch.setattr(gecko.Gecko, "hidden", lambda *_, **__: pytest.fail("the work has begun"))
     result = _run(last)
     answer = " ".join(result.output.replace("│", " ").split())
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
@@ -206,6 +214,8 @@ def test_a_command_answers(
     assert max(map(len, tables), default=0) <= 80
     written = capfd.readouterr()
     assert written.out == written.err == "", "libraries must print nothing"
+
+    assert not Path("~").exists()
 
 
 def _files(folder: Path) -> dict[Path, int]:

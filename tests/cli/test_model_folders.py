@@ -5,36 +5,19 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cli.conftest import write_run
+from cli.conftest import NEWEST, Command, write_run
 from safetensors.numpy import load_file
 
 import gecko
 from gecko.data import load_tokenizer
 from gecko.io.files import whole_file
 from gecko.models.onnx import GRAPH, LOGITS, NEXT, POSITION, START, TOKEN, initial_state
-from gecko.train.checkpoints import latest_checkpoint
 
 # ---- Models are saved to their own folders, never into a training run or over its checkpoints.
-
-Command = Callable[..., Any]
-
-
-@pytest.fixture
-def run(run_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(run_folder, tmp_path / "run"))
-
-
-def _files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def _newest(run: Path) -> Path:
-    return max((run / "checkpoints").iterdir())
 
 
 def _save_for_transformers(model: gecko.Gecko, folder: Path) -> None:
@@ -45,56 +28,36 @@ def _save_for_transformers(model: gecko.Gecko, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [gecko.Gecko.save, _save_for_transformers], ids=["save", "export"])
-def test_neither_a_run_nor_a_checkpoint_is_saved_over(save: Callable[..., None], run: Path) -> None:
-    model, before = gecko.load(_newest(run)), _files(run)
-    for folder in (run, _newest(run)):
+def test_neither_a_run_nor_a_checkpoint_is_saved_over(
+    save: Callable[..., None], run_folder: Path, tmp_path: Path
+) -> None:
+    """A model of its own folder is."""
+    model = gecko.load(run_folder / NEWEST)
+    before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    for folder in (run_folder, run_folder / NEWEST):
         with pytest.raises(FileExistsError, match=r"a model must be saved to a folder for itself.* Choose another"):
             save(model, folder)
-    assert _files(run) == before
-
-
-def test_a_model_is_saved_over_itself(run: Path, tmp_path: Path) -> None:
-    model = gecko.load(_newest(run))
+    assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
     for _ in range(2):
         model.save(tmp_path / "model")
     assert gecko.load(tmp_path / "model").config == model.config
 
 
-def test_a_checkpoint_is_not_joined_into_a_run(command: Command, run: Path) -> None:
-    before = _files(run)
-    for out in (run, run / "model", _newest(run).with_name("step-00000001")):
-        result = command("consolidate", run, "--out", out, code=2)
-        assert "--out must be a folder outside of training runs" in result.stderr
-    command("consolidate", run, "--out", _newest(run), code=0)
-    assert _files(run) == before
-
-
-def test_a_release_is_not_converted_into_a_run(command: Command, run: Path, tmp_path: Path) -> None:
-    before = _files(run)
-    for out in (run, _newest(run), run / "new"):
-        result = command("convert", tmp_path, out, code=2)
-        assert "OUT must be a folder outside of training runs" in result.stderr
-    assert _files(run) == before
-
-
-@pytest.mark.parametrize("existing", [False, True], ids=["new", "empty"])
 @pytest.mark.parametrize("files", [0, 1])
 @pytest.mark.parametrize(
     "words",
     [
-        ("quantize", "{run}", "{out}"), ("export", "{run}", "{out}"), ("consolidate", "{run}", "--out", "{out}"),
-        ("average", "{run}", "--last", "2", "--out", "{out}"),
+        "quantize {run} {out}", "export {run} {out}", "export {run} {empty}", "consolidate {run} --out {out}",
+        "average {run} --last 2 --out {out}",
     ],
-    ids=lambda words: words[0],
 )  # fmt: skip
 def test_a_killed_command_leaves_nothing_in_the_way_of_the_same_command(
-    command: Command, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], files: int,
-    existing: bool,
-) -> None:  # fmt: skip
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, files: int
+) -> None:
     """The process ends after some files, and removes nothing."""
-    out = tmp_path / "models" / "out"
-    out.mkdir(parents=True) if existing else out.parent.mkdir()
-    arguments = [word.format(run=run, out=out) for word in words]
+    out, existing = tmp_path / "models" / "out", "{empty}" in words
+    (out if existing else out.parent).mkdir(parents=True)
+    arguments = words.format(run=run_folder, out=out, empty=out).split()
     written: list[Path] = []
 
     @contextmanager
@@ -113,47 +76,27 @@ def test_a_killed_command_leaves_nothing_in_the_way_of_the_same_command(
     assert list(out.iterdir()) == [] if existing else not out.exists()
     command(*arguments, code=0)
     assert list(out.parent.iterdir()) == [out]
-    assert gecko.load(out).config == gecko.load(run).config
+    assert gecko.load(out).config == gecko.load(run_folder).config
 
 
 # ---- The tokenizer of a command: the given one, else the one beside the model, else the one that its recipe names.
 
 
-@pytest.fixture
-def folder(run_folder: Path, tmp_path: Path) -> Path:
-    """Return the folder of a model with its recipe."""
-    newest = latest_checkpoint(run_folder / "checkpoints")
-    assert newest is not None
-    return Path(shutil.copytree(newest, tmp_path / "model"))
-
-
-def name_in_recipe(folder: Path, tokenizer: str) -> None:
+def test_files_beside_the_model_come_before_the_recipe(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    """A recipe may name what is not here. What export writes generates the same."""
+    hf, folder = pytest.importorskip("gecko.hf"), shutil.copytree(run_folder / NEWEST, tmp_path / "model")
     recipe = json.loads((folder / "recipe.json").read_text())
-    recipe["data"]["tokenizer"] = tokenizer
+    recipe["data"]["tokenizer"] = "tok.json"
     (folder / "recipe.json").write_text(json.dumps(recipe))
-
-
-def test_what_export_writes_generates(command: Command, folder: Path, tmp_path: Path) -> None:
-    hf = pytest.importorskip("gecko.hf")
-    hf.export(gecko.load(folder), tmp_path / "exported", hf.byte_tokenizer())
-    options = ("--prompt", "hi", "-n", 8, "--temperature", 0)
-    result = command("generate", tmp_path / "exported", *options, code=0)
-    assert result.stdout == command("generate", folder, *options).stdout
-
-
-def test_files_beside_the_model_come_before_the_recipe(command: Command, folder: Path) -> None:
-    hf = pytest.importorskip("gecko.hf")
-    hf.byte_tokenizer().save_pretrained(folder)
-    name_in_recipe(folder, "/another/machine/tokenizer.json")
-    command("generate", folder, "--prompt", "hi", "-n", 2, code=0)
-
-
-def test_a_recipe_may_name_what_is_not_here(command: Command, folder: Path) -> None:
-    name_in_recipe(folder, "tok.json")
-    result = command("generate", folder, "--prompt", "hi", "-n", 2, code=2)
+    generate = ("generate", folder, "--prompt", "hi", "-n", 8, "--temperature", 0)
+    result = command(*generate, code=2)
     for part in (f"{folder / 'recipe.json'} names", "'tok.json'", "--tokenizer bytes"):
         assert part in result.stderr
-    command("generate", folder, "--prompt", "hi", "-n", 2, "--tokenizer", "bytes", code=0)
+    expected = command(*generate, "--tokenizer", "bytes", code=0).stdout
+    hf.byte_tokenizer().save_pretrained(folder)
+    assert command(*generate, code=0).stdout == expected
+    hf.export(gecko.load(folder), tmp_path / "exported", hf.byte_tokenizer())
+    assert command("generate", tmp_path / "exported", *generate[2:], code=0).stdout == expected
 
 
 # ---- ``gecko export`` writes models that transformers and ONNX Runtime run, with the tokens of ``gecko.generate``.
@@ -161,8 +104,8 @@ def test_a_recipe_may_name_what_is_not_here(command: Command, folder: Path) -> N
 PROMPT = [256, *b"abc"]
 
 
-def greedy(run_folder: Path, new: int = 20) -> list[int]:
-    return gecko.generate(gecko.load(run_folder), PROMPT, max_new_tokens=new, temperature=0).tokens[0]
+def greedy(run_folder: Path) -> list[int]:
+    return gecko.generate(gecko.load(run_folder), PROMPT, max_new_tokens=20, temperature=0).tokens[0]
 
 
 def test_transformers_continues_a_text(command: Command, run_folder: Path, tmp_path: Path) -> None:

@@ -8,15 +8,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.conftest import Command
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 import gecko
-from gecko.cli.command import EVALUATION, PAGE, STATE, Kind, output_file
+from gecko.cli import generate
+from gecko.cli.command import EVALUATION, PAGE, STATE, output_file
+from gecko.eval.results import Results
+from gecko.pages import write_page
 from gecko.runtime.terminal import Terminal, visible
 
 # ---- Output paths of commands are checked before the work, and only regular files are replaced.
@@ -35,144 +40,37 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     (tmp_path / "file").touch()
-    wrong = ("/dev/null", tmp_path, tmp_path / "pipe", tmp_path / "link", tmp_path / "file" / "below")
-    for path in map(str, wrong):
-        with pytest.raises(ValueError, match=f"--out must be a file in a folder that can be .* got {path}. "):
-            output_file(path, STATE)
-    with pytest.raises(ValueError, match="--save-state must be a file"):
-        output_file(str(tmp_path), STATE, option="--save-state")
+    for path in map(str, ("/dev/null", tmp_path, tmp_path / "pipe", tmp_path / "link", tmp_path / "file" / "below")):
+        with pytest.raises(ValueError, match=f"--save-state must be a file in a folder that can be .* got {path}. "):
+            output_file(path, STATE, option="--save-state")
 
 
-Command = Callable[..., Any]
-
-
-def _written(folder: Path) -> dict[str, tuple[Kind, bytes]]:
-    """Write a file of each kind with the package's own functions; return kind and content by name."""
-    from gecko.eval.results import Results
-    from gecko.pages import write_page
-
-    state, results, page = folder / "state", folder / "results", folder / "page"
+def test_only_a_file_of_the_same_kind_is_replaced_and_none_that_is_read(tmp_path: Path) -> None:
+    """Also under other names of the same file, and with ``force``; but earlier results in a folder that is read are."""
+    state, results, page, target = (tmp_path / name for name in ("state", "results", "page", "target"))
     gecko.GeckoState.empty(gecko.GeckoConfig.preset("tiny", num_layers=1)).save(state)
     Results("perplexity", [], {}, 0).save(results, {}, "", {})
     write_page(page, "A page", "", [])
-    return {
-        kind.name: (kind, path.read_bytes()) for kind, path in ((STATE, state), (EVALUATION, results), (PAGE, page))
-    }
-
-
-def test_only_a_file_of_the_same_kind_is_replaced(tmp_path: Path) -> None:
-    kinds = _written(tmp_path)
+    kinds = {kind: path.read_bytes() for kind, path in ((STATE, state), (EVALUATION, results), (PAGE, page))}
     others = [b"a book", b"{}", json.dumps({"format": "another"}).encode(), b"<!doctype html><p>mine", b"\xff" * 99]
-    for name, (kind, content) in kinds.items():
-        target = tmp_path / "target"
+    target.touch()
+    (tmp_path / "link").symlink_to(target)
+    os.link(target, tmp_path / "same")
+    for kind, content in kinds.items():
         target.write_bytes(content)
-        assert output_file(str(target), kind) == target
-        for other in [*others, *(found for title, (_, found) in kinds.items() if title != name)]:
+        assert output_file(str(target), kind) == output_file(str(target), kind, inputs=[str(tmp_path)]) == target
+        for other in [*others, *(found for of, found in kinds.items() if of != kind)]:
             target.write_bytes(other)
-            with pytest.raises(
-                FileExistsError, match=f"{name}, which is replaced; {target} is something else.*--force"
-            ):
+            with pytest.raises(FileExistsError, match=f"{kind.name}, which is replaced; {target} is so.*--force"):
                 output_file(str(target), kind)
             assert output_file(str(target), kind, force=True) == target
             assert target.read_bytes() == other
-
-
-def test_what_is_read_is_never_replaced(tmp_path: Path) -> None:
-    book, model = tmp_path / "book.txt", tmp_path / "model"
-    model.mkdir()
-    for path in (book, model / "model.safetensors"):
-        path.write_text("read")
-    (tmp_path / "link").symlink_to(book)
-    os.link(book, tmp_path / "same")
-    for out in (book, tmp_path / "link", tmp_path / "same", model / "model.safetensors"):
-        for force in (False, True):
-            with pytest.raises(FileExistsError, match=f"must not be a file that this command reads; {out} is one"):
-                output_file(str(out), STATE, inputs=[str(book), str(model), None, "bytes"], force=force)
-    assert output_file(str(model / "new"), STATE, inputs=[str(model)]) == model / "new"
-
-
-def test_commands_refuse_before_they_work(
-    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    book, notes = tmp_path / "book.txt", tmp_path / "notes.txt"
-    for path in (book, notes):
-        path.write_text("Some words of it. " * 20)
-    commands: list[tuple[object, ...]] = [
-        ("read", run_folder, book, "--out"),
-        ("generate", run_folder, "--file", book, "-n", 2, "--save-state"),
-        ("eval", "perplexity", run_folder, book, "--lengths", "16", "--out"),
-        ("eval", "positions", run_folder, book, "--length", "32", "--out"),
-        ("eval", "retrieval", run_folder, "niah_single_2", book, "--lengths", "256", "--samples", 1, "--out"),
-        ("eval", "diagnose", "mqar", "steps=1", "--out"),
-        ("eval", "academic", run_folder, "piqa", "--data", book, "--out"),
-        ("eval", "scrolls", run_folder, "qmsum", "--data", book, "--out"),
-        ("report", book, "--out"),
-    ]
-    with monkeypatch.context() as patched:
-        for work in ("gecko.models.gecko.Gecko.hidden", "gecko.experiments.report.write_page"):
-            patched.setattr(work, lambda *_, **__: pytest.fail("the work has begun"))
-        for words in commands:
-            _refuses(command, words, notes, book)
-    command("read", run_folder, book, "--out", notes, "--force", code=0)
-    assert gecko.GeckoState.load(notes).position == [len(book.read_bytes()) + 1]
-    command("read", run_folder, book, "--out", notes, code=0)
-
-
-def _refuses(command: Command, words: tuple[object, ...], notes: Path, book: Path) -> None:
-    """Assert that the command replaces no file of another kind and, even with ``--force``, none that it reads."""
-    wrong: list[tuple[Path, tuple[str, ...], str]] = [(notes, (), f"{notes} is something else")]
-    if book in words:
-        wrong += [(book, (), "this command reads"), (book, ("--force",), "this command reads")]
-    for out, flags, message in wrong:
-        before = out.read_bytes()
-        result = command(*words, out, *flags, code=2)
-        assert message in result.stderr, (words, result.stderr)
-        assert out.read_bytes() == before
-
-
-def test_an_input_of_the_kind_that_is_written_is_not_replaced(
-    command: Command, run_folder: Path, tmp_path: Path
-) -> None:
-    """Also under other names of the same file, and with ``--force``."""
-    kinds = _written(tmp_path)
-    for kind, content in kinds.values():
-        read = tmp_path / "read"
-        read.write_bytes(content)
-        for name in ("link", "same"):
-            (tmp_path / name).unlink(missing_ok=True)
-        (tmp_path / "link").symlink_to(read)
-        os.link(read, tmp_path / "same")
-        for out in ("read", "link", "same"):
-            for force in (False, True):
-                with pytest.raises(FileExistsError, match="must not be a file that this command reads"):
-                    output_file(str(tmp_path / out), kind, inputs=[str(read)], force=force)
-        # Earlier results in a folder that is read are replaced.
-        assert output_file(str(read), kind, inputs=[str(tmp_path)]) == read
-    text = tmp_path / "results"
-    for flags in ((), ("--force",)):
-        result = command("eval", "perplexity", run_folder, text, "--lengths", "16", "--out", text, *flags, code=2)
-        assert "this command reads" in result.stderr
-        result = command("report", run_folder, text, "--out", text, *flags, code=2)
-        assert "this command reads" in result.stderr
-    assert text.read_bytes() == kinds[EVALUATION.name][1]
-
-
-def test_a_state_is_continued_in_place(command: Command, run_folder: Path, tmp_path: Path) -> None:
-    """A file that is not a state is not replaced, even if it is given as one."""
-    book, state, notes = (tmp_path / name for name in ("book.txt", "book.state", "notes.txt"))
-    for path in (book, notes):
-        path.write_text("Some words of it. ")
-    command("read", run_folder, book, "--out", state, code=0)
-    for words in (
-        ("read", run_folder, book, "--out"),
-        ("generate", run_folder, "--file", book, "-n", 0, "--save-state"),
-    ):
-        before = gecko.GeckoState.load(state).position[0]
-        command(*words, state, "--state", state, code=0)
-        assert gecko.GeckoState.load(state).position == [before + len(book.read_bytes())]
-        for flags in ((), ("--force",)):
-            command(*words, notes, "--state", notes, *flags, code=2)
-            assert notes.read_bytes() == book.read_bytes()
+            with pytest.raises(FileExistsError, match=f"must not be a file that this command reads; {target} is one"):
+                output_file(str(target), kind, inputs=[str(tmp_path)], force=True)
+        for content_read, name, force in product((content, b"read"), ("target", "link", "same"), (False, True)):
+            target.write_bytes(content_read)
+            with pytest.raises(FileExistsError, match=f"file that this command reads; {tmp_path / name} is one"):
+                output_file(str(tmp_path / name), kind, inputs=[str(target), None, "bytes"], force=force)
 
 
 LOST: list[tuple[str, str, str]] = [
@@ -198,7 +96,7 @@ def test_output_that_is_lost_takes_no_work_with_it(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("words", ["--version", "--help", "train --help", "state --help"])
+@pytest.mark.parametrize("words", ["--version", "train --help"])
 def test_help_that_cannot_be_printed_is_one_line(words: str, environment: dict[str, str]) -> None:
     command = f"{shlex.quote(sys.executable)} -m gecko {words} >/dev/full"
     done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
@@ -220,12 +118,6 @@ def test_what_is_replaced() -> None:
     ]
 
 
-def written(draw: Callable[[Terminal], Any]) -> str:
-    console = Terminal(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
-    draw(console)
-    return re.sub(r"\x1b\[(\?25[lh]|2K|1A)|\r", "", console.file.getvalue())  # type: ignore[attr-defined]
-
-
 def _table(console: Terminal) -> None:
     table = Table(NAME, title=NAME)
     table.add_row(NAME)
@@ -244,7 +136,9 @@ def _status(console: Terminal) -> None:
 
 @pytest.mark.parametrize("draw", [lambda console: console.print(NAME), _table, _progress, _status])
 def test_consoles_print_names_as_they_are(draw: Callable[[Terminal], Any]) -> None:
-    text = written(draw)
+    file = io.StringIO()
+    draw(Terminal(file=file, width=200, force_terminal=True, color_system=None))
+    text = re.sub(r"\x1b\[(\?25[lh]|2K|1A)|\r", "", file.getvalue())
     assert SHOWN in text and not CONTROLS.search(text)
 
 
@@ -261,7 +155,7 @@ COMMANDS = [
     "arguments", COMMANDS, ids=[" ".join(arguments[:3]).replace(NAME, "N") for arguments in COMMANDS]
 )
 def test_messages_of_commands(
-    command: Any, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+    command: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = command(*(str(run_folder) if argument == "RUN" else argument for argument in arguments), code=2)
@@ -274,7 +168,6 @@ def test_a_model_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: str, terminal: bool
 ) -> None:
     """A pipe gets the exact text."""
-    from gecko.cli import generate
 
     class Answer:
         cut = False

@@ -71,26 +71,20 @@ def counted_flops(config: gecko.GeckoConfig, length: int, mode: Literal["none", 
     return counter.get_total_flops()
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("changes", [{}, {"tie_embedding": True}, MEGALODON], ids=str)
-def test_state_on_one_gpu_is_exact(changes: dict[str, Any]) -> None:
+def test_state_on_one_gpu_is_exact(changes: dict[str, Any], name: Literal["adamw", "muon"]) -> None:
     config = config_of(changes)
     model = gecko.Gecko(config)
-    optimizer = build_optimizer(model, OptimizerSettings())
+    optimizer = build_optimizer(model, OptimizerSettings(name=name))
     model.loss(*[torch.zeros(1, 64, dtype=torch.int64)] * 2).backward()
     optimizer.step()
     states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    assert state_memory(config, 1) == {
+    assert state_memory(config, 1, muon=name == "muon") == {
         "parameters": sum(parameter.nbytes for parameter in model.parameters()),
         "gradients": sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None),
         "optimizer": sum(tensor.nbytes for tensor in states),
     }
-
-
-def test_state_of_muon_is_exact() -> None:
-    config = config_of({})
-    optimizer = build_optimizer(gecko.Gecko(config), OptimizerSettings(name="muon"))
-    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    assert state_memory(config, 1, muon=True)["optimizer"] == sum(tensor.nbytes for tensor in states)
 
 
 @pytest.mark.usefixtures("without_triton")
@@ -105,9 +99,7 @@ def test_without_kernels_the_plan_is_what_is_exact() -> None:
 def test_state_divided_among_gpus_is_what_fsdp_gives_the_first(ranks: int) -> None:
     """FSDP splits along the first dimension, as torch.chunk does; the first rank has the largest part."""
     config = config_of({})
-    numbers = 0
-    for parameter in gecko.Gecko(config).parameters():
-        numbers += parameter.chunk(ranks)[0].numel()
+    numbers = sum(parameter.chunk(ranks)[0].numel() for parameter in gecko.Gecko(config).parameters())
     assert state_memory(config, ranks)["parameters"] == 4 * numbers
 
 
@@ -163,19 +155,4 @@ def test_time_follows_its_assumptions() -> None:
     slow = make_plan(run, 256, replace(gpu, node_link=1e9), Assumptions())
     assert slow.step_seconds == pytest.approx(slow.computing * 0.2 + slow.communicating)
     assert 0 < whole.utilisation < 1
-
-
-def test_a_run_without_steps_has_no_days() -> None:
     assert make_plan(TINY, 1, find_gpu("a100"), Assumptions()).days is None
-
-
-def test_what_cannot_be_planned() -> None:
-    gpu, run = find_gpu("h100"), get_recipe("gecko_7b")
-    with pytest.raises(ValueError, match="must be the number of ranks, 100; got 32 × 4 × 2"):
-        make_plan(run, 100, gpu, Assumptions())
-    with pytest.raises(ValueError, match="batch_size must be a multiple"):
-        make_plan(replace(TINY, parallel=ParallelSettings()), 8, gpu, Assumptions())
-    with pytest.raises(ValueError, match="--efficiency is a fraction"):
-        make_plan(run, 256, gpu, Assumptions(efficiency=40))
-    with pytest.raises(ValueError, match=r"--gpu must be one of .* Did you mean 'h100'\?"):
-        find_gpu("h1000")

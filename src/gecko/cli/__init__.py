@@ -34,8 +34,7 @@ class ErrorReportingGroup(TyperGroup):
     """Command group that prints errors as messages; with ``--debug`` they are raised."""
 
     def invoke(self, ctx: Any) -> Any:
-        debug = ctx.params["debug"]
-        with lasting_messages(), _errors_as_messages(debug), _warnings_as_messages(), _usage_errors_explained(ctx):
+        with lasting_messages(), _errors_as_messages(ctx), _warnings_as_messages():
             result = super().invoke(ctx)
             # A closed pipe can be handled here, but no longer when Python exits.
             if sys.stdout is not None:  # it was closed when Python started
@@ -44,7 +43,7 @@ class ErrorReportingGroup(TyperGroup):
 
 
 @contextmanager
-def _errors_as_messages(debug: bool) -> Iterator[None]:
+def _errors_as_messages(ctx: Any) -> Iterator[None]:
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -56,32 +55,28 @@ def _errors_as_messages(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
     except (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as error:
-        if debug or not _has_message(error):
+        if ctx.params["debug"] or not _has_message(error):
             raise
         typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
         echo(_message(error), err=True)
         raise typer.Exit(FAILED) from error
+    except Exception as error:
+        _explain_usage(error, ctx.invoked_subcommand)
+        raise
 
 
 _WITH_SETTINGS = ("train", "finetune", "plan", "compare")
 """Commands that take ``KEY=VALUE``."""
 
 
-@contextmanager
-def _usage_errors_explained(ctx: Any) -> Iterator[None]:
+def _explain_usage(usage: Any, command: str) -> None:
     """Say what typer leaves out: the value that an option refuses, and that ``--steps 50`` is written ``steps=50``."""
-    try:
-        yield
-    except Exception as error:
-        usage: Any = error
-        if hasattr(error, "possibilities") and ctx.invoked_subcommand in _WITH_SETTINGS:
-            usage.message += f". {_how_to_write(usage.option_name)}"
-        elif hasattr(error, "param_hint") and hasattr(error.__cause__, "errors"):
-            refused: Any = error.__cause__
-            usage.message += f"; got {refused.errors()[0]['input']!r}."
-        if isinstance(getattr(error, "message", None), str):
-            usage.message = visible(usage.message)
-        raise
+    if hasattr(usage, "possibilities") and command in _WITH_SETTINGS:
+        usage.message += f". {_how_to_write(usage.option_name)}"
+    elif hasattr(usage, "param_hint") and hasattr(usage.__cause__, "errors"):
+        usage.message += f"; got {usage.__cause__.errors()[0]['input']!r}."
+    if isinstance(getattr(usage, "message", None), str):
+        usage.message = visible(usage.message)
 
 
 def _how_to_write(option: str) -> str:

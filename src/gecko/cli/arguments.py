@@ -1,4 +1,4 @@
-"""Inputs of commands: models with their tokenizers, and texts of any length from files or standard input."""
+"""Inputs of commands: models with their tokenizers, and texts of any length; and the progress of reading them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 
 from gecko.data import Tokenizer, check_vocabulary, load_tokenizer
@@ -26,6 +37,9 @@ from gecko.models import PRESETS, LanguageModel, LlamaConfig, load_any, load_con
 from gecko.models.gecko import Gecko
 from gecko.runtime.terminal import Terminal, visible
 
+if TYPE_CHECKING:
+    from gecko.data.tokenize import TokenizingPlan
+
 RECIPE = "recipe.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TRAIN_ONE = " `gecko train tiny --out runs/demo` trains a model."
@@ -35,8 +49,7 @@ _NAME_IT = "Name it yourself: --tokenizer bytes, or the path of a tokenizer.json
 def find_model(name: str) -> Path:
     """Return the folder that holds the model's files. For a training run this is its newest valid checkpoint.
 
-    The name of a shipped model stands for its folder, if no model or run here has this name. Raise FileNotFoundError if
-    there is no model, ValueError if all checkpoints are damaged or the folder holds several models.
+    The name of a shipped model stands for its folder, if no model or run here has this name.
     """
     if not name.strip():
         raise FileNotFoundError(f"MODEL must name a model's folder or a training run; got {name!r}.{_TRAIN_ONE}")
@@ -47,8 +60,7 @@ def find_model(name: str) -> Path:
 
 
 def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer ``given``; if None, the one in the model's folder; else the one that the recipe there names.
-    Raise FileNotFoundError if there is no tokenizer, ValueError if the tokenizer has more ids than the model."""
+    """Return the tokenizer ``given``; if None, the one in the model's folder; else the one that its recipe names."""
     recipe, known = folder / RECIPE, known_tokenizer(folder) if given is None else given
     if known is None:
         raise FileNotFoundError(
@@ -66,7 +78,7 @@ def find_tokenizer(folder: Path, given: str | None, vocab_size: int) -> Tokenize
 
 
 def find_gecko(name: str) -> Path:
-    """Return ``find_model(name)`` for commands that need a Gecko. Raise ValueError if the model is a Llama."""
+    """Return ``find_model(name)``; raise ValueError if the model is a Llama."""
     folder = find_model(name)
     if isinstance(load_config(folder / CONFIG), LlamaConfig):
         raise ValueError(
@@ -79,11 +91,7 @@ def find_gecko(name: str) -> Path:
 def load_any_model(
     name: str, tokenizer: str | None, device: str, dtype: str | None = None, find: Callable[[str], Path] = find_model
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load a Gecko or a Llama and its tokenizer for inference, from the values of a command's options.
-
-    The model is in evaluation mode: switching the mode for every token would take time. Errors are those of ``find``,
-    ``find_tokenizer`` and ``named_dtype``.
-    """
+    """Load a Gecko or a Llama and its tokenizer for inference, from the values of a command's options."""
     from gecko.train.throughput import select_device
 
     wanted = None if dtype is None else named_dtype(dtype)
@@ -96,14 +104,12 @@ def load_any_model(
 
 
 def load_gecko(name: str, tokenizer: str | None, device: str, dtype: str | None = None) -> tuple[Gecko, Tokenizer]:
-    """Load a Gecko as ``load_any_model`` does. Raise ValueError if the model is a Llama."""
     model, found = load_any_model(name, tokenizer, device, dtype, find_gecko)
     assert isinstance(model, Gecko)
     return model, found
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """Return the dtype that ``--dtype`` names. An unknown name raises ValueError."""
     if name not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {name!r}.")
     return DTYPES[name]
@@ -151,10 +157,7 @@ class InputText:
 
 
 def named_text(source: str) -> InputText:
-    """Open a file, which is decompressed according to its suffix, or standard input (``-``).
-
-    Raise FileNotFoundError if there is no file, ValueError if its suffix names a format that is not plain text.
-    """
+    """Open a file of plain text, which is decompressed according to its suffix, or standard input (``-``)."""
     if source == STANDARD_INPUT:
         return InputText("standard input", iter(lambda: sys.stdin.buffer.read(1 << 16), b""), None)
     path = Path(source).expanduser()
@@ -242,3 +245,31 @@ def split_at_characters(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
         held = held[begin:]
     if held:
         yield held
+
+
+class ShardProgress(Progress):
+    """The number of finished shards, and of tokens on disk, which are computed from the sizes of the files."""
+
+    def __init__(self, plan: TokenizingPlan, console: Console) -> None:
+        columns = (
+            TextColumn("tokenizing"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("shards"),
+            TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn(),
+        )  # fmt: skip
+        self._plan = plan  # what is shown is computed at once
+        # Listing thousands of files takes long, so large corpora are refreshed less often.
+        super().__init__(*columns, console=console, refresh_per_second=2 / (1 + len(plan.tasks) // 1000))
+        self.add_task("tokenizing", total=len(plan.tasks), tokens="-")
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        size, records = 0, 0
+        with os.scandir(self._plan.folder) as entries:
+            for entry in entries:
+                # NAME.ds, or .NAME.ds.SUFFIX while it is written.
+                kind = entry.name.lstrip(".").split(".")[1:]
+                records += kind == ["json"] and entry.name[0].isdigit()
+                if kind[:1] == ["ds"] and kind[1:2] not in (["index"], ["bytes"]):
+                    with suppress(FileNotFoundError):  # it was renamed meanwhile
+                        size += entry.stat().st_size
+        for task in self.tasks:
+            task.completed, task.fields["tokens"] = records, f"{size // self._plan.tokenizer.dtype.itemsize:,}"
+        yield from super().get_renderables()

@@ -177,7 +177,6 @@ class WritesFile(Command):
     """Replace a file of another kind. Files that the command reads are never replaced."""
 
     def output_file(self, out: str, kind: Kind, option: str = "--out") -> Path:
-        """Return the path that an option names, checked as by the function ``output_file``."""
         return output_file(out, kind, inputs=self.inputs, force=self.force, option=option)
 
 
@@ -188,10 +187,7 @@ class StartsFromState(LoadsModel):
     """Reading state to continue from."""
 
     def load_with_state(self) -> tuple[Gecko, Tokenizer, GeckoState | None]:
-        """Load a Gecko, its tokenizer, and the state if one is given.
-
-        Raise ValueError if another model wrote the state, or it has several rows.
-        """
+        """Load a Gecko, its tokenizer, and the state if one is given, which this model must have written."""
         from gecko.inference.prefill import inference
         from gecko.state import GeckoState
 
@@ -277,12 +273,10 @@ PAGE = Kind("a page written by gecko", _is_page)
 def output_file(
     out: str, kind: Kind, *, inputs: Iterable[str | None] = (), force: bool = False, option: str = "--out"
 ) -> Path:
-    """Return the path that an option names, and create its folder.
+    """Return the path that an option names, checked, and create its folder.
 
     Commands call this before their work, so that a mistake is found at once. ``inputs`` are the files and folders that
-    the command reads, except a state that it continues; names that are not paths are ignored. Raise FileExistsError if
-    the existing file must not be replaced, ValueError if the path is a folder, a device or a pipe, or its folder cannot
-    be written to.
+    the command reads, except a state that it continues; names that are not paths are ignored.
     """
     from gecko.io.files import check_replaceable
 

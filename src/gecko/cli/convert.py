@@ -17,8 +17,7 @@ TRANSFORMERS, ONNX = "transformers", "onnx"
 
 
 def new_model_folder(out: Path, option: str = "OUT") -> Path:
-    """Return the folder for a new model, with ``~`` expanded. Raise FileExistsError if the folder is not empty, or is
-    or lies inside a training run or a checkpoint."""
+    """Return the folder for a new model, with ``~`` expanded; it must be new or empty."""
     folder = outside_of_runs(out, option)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{option} must be a new folder; {folder} is a file. Name another one.")
@@ -307,34 +306,29 @@ class Export(TakesTokenizer):
     """transformers: weights and code; onnx: the graph of one decoding step."""
 
     def run(self) -> None:
-        from gecko.cli.arguments import find_gecko
+        from gecko.cli.arguments import find_gecko, find_tokenizer
+        from gecko.data.tokenizers import copy_tokenizer, known_tokenizer
+        from gecko.models.gecko import load
 
         if self.format not in (TRANSFORMERS, ONNX):
             raise ValueError(f"--format must be {TRANSFORMERS} or {ONNX}; got {self.format!r}.")
         source, target = find_gecko(self.model), new_model_folder(self.out)
         with whole_folder(target) as folder:
-            (self.write_onnx if self.format == ONNX else self.write_for_transformers)(source, folder)
+            model = load(source)
+            if self.format == ONNX:
+                from gecko.models.onnx import save_onnx
+
+                save_onnx(model, folder)
+                spec = known_tokenizer(source) if self.tokenizer is None else self.tokenizer
+                if spec is not None:
+                    copy_tokenizer(spec, folder)
+            else:
+                from gecko import hf
+                from gecko.data.chat import find_template
+                from gecko.hf.export import transformers_tokenizer
+
+                tokenizer = find_tokenizer(source, self.tokenizer, model.config.vocab_size)
+                template = find_template(tokenizer, source)
+                hf.export(model, folder, transformers_tokenizer(tokenizer, template and template.text))
         size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
         echo(f"{target}: {source.name} for {self.format}, {size:,} bytes")
-
-    def write_for_transformers(self, source: Path, target: Path) -> None:
-        from gecko import hf
-        from gecko.cli.arguments import find_tokenizer
-        from gecko.data.chat import find_template
-        from gecko.hf.export import transformers_tokenizer
-        from gecko.models.gecko import load
-
-        model = load(source)
-        tokenizer = find_tokenizer(source, self.tokenizer, model.config.vocab_size)
-        template = find_template(tokenizer, source)
-        hf.export(model, target, transformers_tokenizer(tokenizer, None if template is None else template.text))
-
-    def write_onnx(self, source: Path, target: Path) -> None:
-        from gecko.data.tokenizers import copy_tokenizer, known_tokenizer
-        from gecko.models.gecko import load
-        from gecko.models.onnx import save_onnx
-
-        save_onnx(load(source), target)
-        tokenizer = known_tokenizer(source) if self.tokenizer is None else self.tokenizer
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, target)

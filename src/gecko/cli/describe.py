@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -19,7 +19,6 @@ from gecko.records import argument, option
 from gecko.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from gecko.models import ModelConfig
@@ -55,39 +54,30 @@ class Info(Command):
 
     def run(self) -> None:
         from gecko.cli.arguments import named_dtype
+        from gecko.plan.counts import counts_of, inference_memory, parameters_by_component, training_memory
 
-        facts = _model_facts(_find_config(self.model), named_dtype(self.dtype), self.batch, self.length)
+        config, dtype, size = _find_config(self.model), named_dtype(self.dtype), (self.batch, self.length)
+        parameters = with_total(parameters_by_component(config))
+        state = with_total(counts_of(config).state(self.length, dtype.itemsize))
+        memory = {
+            "inference": with_total(inference_memory(config, dtype, *size)),
+            "training": with_total(training_memory(config, *size, recompute=False)),
+            "training, activations recomputed": with_total(training_memory(config, *size, recompute=True)),
+        }
         if self.as_json:
-            asked = {name: getattr(self, name) for name in ("model", "dtype", "batch", "length")}
-            echo(json.dumps({**asked, **facts}, indent=2))
+            facts = {name: getattr(self, name) for name in ("model", "dtype", "batch", "length")}
+            facts |= {"config": config.to_dict(), "parameters": parameters}
+            echo(json.dumps(facts | {"state_bytes_per_row": state, "memory_bytes": memory}, indent=2))
             return
-        console, state = Terminal(markup=True), facts["state_bytes_per_row"]
-        architecture = ", ".join(f"{name} {value}" for name, value in facts["config"].items())
+        console = Terminal(markup=True)
+        architecture = ", ".join(f"{name} {value}" for name, value in config.to_dict().items())
         console.print(f"[bold]{escape(self.model)}[/bold]: {escape(architecture)}\n", soft_wrap=False)
-        print_parts(console, "Parameters", facts["parameters"], "{:,}".format)
+        print_parts(console, "Parameters", parameters, "{:,}".format)
         of_a_row = f"Keys and values of one sequence of {self.length:,} tokens" if "keys" in state else None
         print_parts(console, of_a_row or "State of one sequence, at any position", state, readable)
-        for name, parts in facts["memory_bytes"].items():
-            dtype = self.dtype if name == "inference" else "float32, AdamW"
-            title = f"Memory for {name}: {self.batch} × {self.length:,} tokens, {dtype}"
-            print_parts(console, title, parts, readable)
-
-
-def _model_facts(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
-    """Return all numbers that the command shows."""
-    from gecko.plan.counts import counts_of, inference_memory, parameters_by_component, training_memory
-
-    memory = {
-        "inference": inference_memory(config, dtype, batch, length),
-        "training": training_memory(config, batch, length, recompute=False),
-        "training, activations recomputed": training_memory(config, batch, length, recompute=True),
-    }
-    return {
-        "config": config.to_dict(),
-        "parameters": with_total(parameters_by_component(config)),
-        "state_bytes_per_row": with_total(counts_of(config).state(length, dtype.itemsize)),
-        "memory_bytes": {name: with_total(parts) for name, parts in memory.items()},
-    }
+        for name, parts in memory.items():
+            of = self.dtype if name == "inference" else "float32, AdamW"
+            print_parts(console, f"Memory for {name}: {self.batch} × {self.length:,} tokens, {of}", parts, readable)
 
 
 def _find_config(model: str) -> ModelConfig:
@@ -239,7 +229,13 @@ class Diff(Command):
             console.print(f"model: {known}")
         console.print(f"position: {_listed(a.position)} and {_listed(b.position)}")
         if comparable:
-            console.print(_difference_table(a, b))
+            table, x, y = _table("part", "difference"), _values(a), _values(b)
+            for part, names in _by_part(a).items():
+                # Token counts are large and would hide differences of the other numbers.
+                names = [name for name in names if ours[name].is_floating_point()] or names
+                change, scale = _norm([x[name] - y[name] for name in names]), _norm([x[name] for name in names])
+                table.add_row(part, "none" if change == 0 else f"{change / scale:.3g}" if scale else "from zero")
+            console.print(table)
         same = comparable and a.model == b.model and all(torch.equal(ours[name], theirs[name]) for name in ours)
         console.print("equal" if same else "not equal")
         if not same:
@@ -250,23 +246,10 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(f"{number:,}" for number in numbers)
 
 
-def _difference_table(a: GeckoState, b: GeckoState) -> Table:
-    table, ours, theirs = _table("part", "difference"), _values(a), _values(b)
-    for part, names in _by_part(a).items():
-        # Token counts are large and would hide differences of the other numbers.
-        names = [name for name in names if a.tensors()[name].is_floating_point()] or names
-        change = _norm([ours[name] - theirs[name] for name in names])
-        scale = _norm([ours[name] for name in names])
-        table.add_row(part, "none" if change == 0 else f"{change / scale:.3g}" if scale else "from zero")
-    return table
-
-
 def _by_part(state: GeckoState) -> dict[str, list[str]]:
     from gecko.plan.counts import STATE_PARTS, state_part
 
-    found: dict[str, list[str]] = {part: [] for part in STATE_PARTS}
-    for name in state.tensors():
-        found[state_part(name)].append(name)
+    found = {part: [name for name in state.tensors() if state_part(name) == part] for part in STATE_PARTS}
     return {part: names for part, names in found.items() if names}
 
 

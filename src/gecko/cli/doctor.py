@@ -105,22 +105,16 @@ def optional_packages() -> list[Package]:
     return [Package(name, min(extras[name], key=sizes.__getitem__), version(name)) for name in sorted(extras)]
 
 
-TOLERANCE = 1e-9
-"""Largest error of float64 results, relative to the largest value."""
-SINGLE_TOLERANCE = 1e-4
-"""Largest relative error of float32 results."""
-ROUNDED_TOLERANCE = 0.1
-"""Largest relative error of all gradients as one vector, with matrix products in bfloat16."""
-_BATCH, _LENGTH, _CHUNK = 2, 45, 8
-_MANY = 40
-"""Number of rows; large enough for every kernel to be chosen."""
+DOUBLE, SINGLE, ROUNDED = 1e-9, 1e-4, 0.1
+"""Largest errors relative to the largest value: of results in float64 and float32; and of all gradients as one vector,
+with matrix products in bfloat16."""
+_BATCH, _MANY, _LENGTH, _CHUNK = 2, 40, 45, 8
+"""Few rows, and so many that every kernel is chosen."""
 _CONFIG = GeckoConfig(
     vocab_size=64, num_layers=2, model_dim=32, key_dim=32, value_dim=32, num_heads=2, ffn_dim=64,
     cema_modes=4, chunk_size=_CHUNK, timestep_groups=4,
 )  # fmt: skip
 """The heads are wide enough for every kernel to be chosen."""
-
-
 OPERATORS = ("moving average", "timestep norm", "chunk attention", "working memory")
 
 
@@ -150,8 +144,7 @@ def self_test(device: torch.device) -> list[Finding]:
             try:
                 findings.append(Finding(name, True, check(device)))
             except Exception as error:  # any exception is a failed check
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                findings.append(Finding(name, False, reason))
+                findings.append(Finding(name, False, (str(error) or type(error).__name__).splitlines()[0]))
     return findings
 
 
@@ -195,7 +188,7 @@ def _single_precision(device: torch.device) -> str:
         model, tokens = _model_and_tokens(device, rows)
         single += _gradients(model, tokens)
         double += _gradients(copy.deepcopy(model).double(), tokens)
-    return _agree(single, double, SINGLE_TOLERANCE)
+    return _agree(single, double, SINGLE)
 
 
 def _rounded_products(device: torch.device) -> str:
@@ -205,7 +198,7 @@ def _rounded_products(device: torch.device) -> str:
     both = torch.autograd.grad(loss, list(model.parameters())), _gradients(copy.deepcopy(model).double(), tokens)
     rounded, exact = (torch.cat([tensor.double().flatten() for tensor in gradients]) for gradients in both)
     difference = float((rounded - exact).norm() / exact.norm())
-    if not difference <= ROUNDED_TOLERANCE:
+    if not difference <= ROUNDED:
         raise ValueError(f"relative difference of gradients {difference:.3g}")
     return f"relative difference {difference:.0e}"
 
@@ -249,7 +242,7 @@ def _decoding(device: torch.device) -> str:
             decoder.add(prefill.state, prefill.seen)
         logits = torch.stack([decoder.step(column.tolist()).clone() for column in tokens[:, 5:].unbind(1)], dim=1)
     where = {"cpu": "in C", "triton": "in Triton", None: "in PyTorch"}[decoder.backend]
-    return f"{_agree([logits], [expected[:, 5:]], SINGLE_TOLERANCE)}, {where}"
+    return f"{_agree([logits], [expected[:, 5:]], SINGLE)}, {where}"
 
 
 def _batch_law(device: torch.device) -> str:
@@ -267,7 +260,7 @@ def _model_and_tokens(device: torch.device, rows: int) -> tuple[Gecko, Tensor]:
     return model, torch.randint(0, _CONFIG.vocab_size, (rows, _LENGTH), device="cpu").to(device)
 
 
-def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> str:
+def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = DOUBLE) -> str:
     """Return the largest difference relative to a tensor's largest value; ValueError if it is above the tolerance."""
     pairs = [(x.double(), y.double()) for x, y in zip(found, expected, strict=True)]
     errors = [(x - y).abs().max() / y.abs().max() for x, y in pairs]

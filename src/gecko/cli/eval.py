@@ -107,7 +107,6 @@ class TextEvaluation(ModelEvaluation):
         return open_texts(self.texts, joined=self.joined)
 
     def measured(self, measure: Measure, model: Scored, report: Report) -> Results:
-        """Return the results; with ``renewed_norms`` those of both kinds, whose scores name the norm statistics."""
         from gecko.eval import GeckoModel, LlamaModel
 
         if not self.renewed_norms:

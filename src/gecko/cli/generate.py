@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,11 @@ class Read(StartsFromState, WritesFile):
         from gecko.cli.arguments import TokenReader, named_text
         from gecko.data.text_stream import token_bytes
         from gecko.inference import read
-        from gecko.train.health import StopSignal
+        from gecko.train.health import StopSignal, write_notice
+
+        def notice(signal: str, again: bool) -> None:
+            first = "the piece in progress is read, then the state is saved; a second Ctrl-C stops at once and loses it"
+            write_notice(signal, "stopping now: what was read is lost" if again else first)
 
         if self.out is None and not self.loss:
             raise ValueError("--out must name the file for the reading state, for example --out book.state; got none.")
@@ -81,7 +86,7 @@ class Read(StartsFromState, WritesFile):
         texts = [named_text(book) for book in self.books]
         model, tokenizer, before = self.load_with_state()
         with (
-            StopSignal(_notice) as stop,
+            StopSignal(notice) as stop,
             TokenReader(texts, tokenizer, stopped=lambda: stop.requested is not None) as reading,
         ):
             tokens, losses = reading.tokens(begin=before is None), None
@@ -118,13 +123,6 @@ class Read(StartsFromState, WritesFile):
         skip, named = f"tail -c +{taken + 1}", shlex.quote(str(Path(book).expanduser()))
         rest = f"{skip} {named}" if unpack is None else f"{unpack}{named} | {skip}"
         return f"{stopped}; the rest: {rest} | {shlex.join([*command, STANDARD_INPUT, *later])}"
-
-
-def _notice(signal: str, again: bool) -> None:
-    from gecko.train.health import write_notice
-
-    first = "the piece in progress is read, then the state is saved; a second Ctrl-C stops at once and loses it"
-    write_notice(signal, "stopping now: what was read is lost" if again else first)
 
 
 def _score(
@@ -313,8 +311,7 @@ class Chat(WritesText):
                 )
 
 
-def _say(text: str) -> None:
-    echo(text, err=True)
+_say = partial(echo, err=True)
 
 
 def _read_line() -> str | None:

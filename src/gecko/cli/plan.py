@@ -109,8 +109,14 @@ class PlanTraining(Command):
         known = facts(plan, self.price)
         dry_run = verify(plan.run, plan.sizes, plan.memory) if self.verify else None
         if self.as_json:
-            checked = {} if dry_run is None else {"dry_run": dry_run_facts(dry_run)}
-            echo(json.dumps({**known, **checked}, indent=2))
+            if dry_run is not None:
+                known["dry_run"] = {
+                    "ranks": dry_run.ranks, "memory_bytes": with_total(dry_run.peak.uses),
+                    "peak_in": dry_run.peak.moment, "planned_bytes": dry_run.planned, "difference": dry_run.difference,
+                    "agreement": dry_run.agreement._asdict(), "graphs_by_depth": dry_run.graphs,
+                    "passed": dry_run.passed, "seconds": dry_run.seconds, "host_bytes": dry_run.host_bytes,
+                }  # fmt: skip
+            echo(json.dumps(known, indent=2))
         else:
             _print(self.recipe, plan, known)
             if dry_run is not None:
@@ -220,15 +226,6 @@ def _verdict(plan: Plan) -> str:
     return "fits" if plan.fits else f"does not fit, {short} short; try {' or '.join(remedies)}"
 
 
-def dry_run_facts(dry_run: Verification) -> dict[str, Any]:
-    return {
-        "ranks": dry_run.ranks, "memory_bytes": with_total(dry_run.peak.uses),
-        "peak_in": dry_run.peak.moment, "planned_bytes": dry_run.planned, "difference": dry_run.difference,
-        "agreement": dry_run.agreement._asdict(), "graphs_by_depth": dry_run.graphs,
-        "passed": dry_run.passed, "seconds": dry_run.seconds, "host_bytes": dry_run.host_bytes,
-    }  # fmt: skip
-
-
 def _print_dry_run(plan: Plan, dry_run: Verification) -> None:
     console, peak, agreement = Terminal(markup=True), dry_run.peak, dry_run.agreement
     planned = {name: f"planned {readable(size)}" for name, size in plan.memory.items()}
@@ -271,8 +268,9 @@ def print_parts(
 
 def readable(size: int) -> str:
     """Format a number of bytes with a unit, such as ``1.5 GB``."""
-    value, units = float(size), iter(("B", "KB", "MB", "GB", "TB"))
-    unit = next(units)
-    while value >= 1000 and unit != "TB":
-        value, unit = value / 1000, next(units)
+    value = float(size)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
     return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"

@@ -8,11 +8,9 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -105,6 +103,7 @@ class Tokenize(Command):
 
     def write(self, plan: TokenizingPlan, tokenizer: Tokenizer, console: Console) -> None:
         """Write the missing shards, or submit a job that does."""
+        from gecko.cli.arguments import ShardProgress
         from gecko.data.sources import sample_texts
         from gecko.data.text_stream import SAMPLE, check_loss
         from gecko.data.tokenize import RUN_FOLDER, run_here, run_on_ray, run_on_slurm, unfinished_slurm_job
@@ -119,58 +118,12 @@ class Tokenize(Command):
                 status = f"submitted as Slurm job {run_on_slurm(plan, workers, partition=partition, hours=self.hours)}"
             console.print(f"{status}; its logs are in {plan.folder / RUN_FOLDER}")
             return
-        with _shard_progress(plan, console):
+        with ShardProgress(plan, console):
             if self.executor == "ray":
                 run_on_ray(plan, self.workers or len(plan.tasks))
             else:
                 for _ in run_here(plan, tokenizer, self.workers or os.cpu_count() or 1):
                     pass
-
-
-@contextmanager
-def _shard_progress(plan: TokenizingPlan, console: Console) -> Iterator[None]:
-    """Show the number of finished shards and of tokens on disk, computed from the sizes of the files."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    ended = Event()
-    columns = (
-        TextColumn("tokenizing"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("shards"),
-        TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("tokenizing", total=len(plan.tasks), tokens="-")
-
-        def refresh() -> None:
-            shards, tokens = _on_disk(plan)
-            progress.update(bar, completed=shards, tokens=f"{tokens:,}")
-
-        def watch() -> None:
-            # Listing thousands of files takes long, so large corpora are refreshed less often.
-            while not ended.wait(0.5 * (1 + len(plan.tasks) // 1000)):
-                refresh()
-
-        thread = Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-            refresh()
-
-
-def _on_disk(plan: TokenizingPlan) -> tuple[int, int]:
-    """Return the number of finished shards, and of tokens in all shards including unfinished ones."""
-    size, records = 0, 0
-    with os.scandir(plan.folder) as entries:
-        for entry in entries:
-            # NAME.ds, or .NAME.ds.SUFFIX while it is written.
-            kind = entry.name.lstrip(".").split(".")[1:]
-            records += kind == ["json"] and entry.name[0].isdigit()
-            if kind[:1] == ["ds"] and kind[1:2] not in (["index"], ["bytes"]):
-                with suppress(FileNotFoundError):  # it was renamed meanwhile
-                    size += entry.stat().st_size
-    return records, size // plan.tokenizer.dtype.itemsize
 
 
 class Train(Command):
@@ -384,7 +337,7 @@ class Compare(Command):
 
 def _listed(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
     try:
-        return tuple(kind(part) for part in text.split(","))
+        return tuple(map(kind, text.split(",")))
     except ValueError as error:
         raise ValueError(f"{option} takes numbers separated by commas; got {text!r}.") from error
 

@@ -169,7 +169,7 @@ class Plan:
 def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
     """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, or the
     batch cannot be divided among them."""
-    for name, value in (("efficiency", assumptions.efficiency), ("overlap", assumptions.overlap)):
+    for name, value in vars(assumptions).items():
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
     mesh, remedy = run.parallel, "--gpus: with parallel.replicate=1 parallel.shard=none a multiple of context"

@@ -34,16 +34,13 @@ class Flops(NamedTuple):
     """Floating-point operations; a multiply-add counts as two."""
 
     forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
+    total: float
 
 
-def twice_backward(forward: float) -> Flops:
-    """Return the FLOPs of an operation whose backward pass takes twice its forward pass."""
-    return Flops(forward, 2 * forward)
+def _with_backward(**parts: float | tuple[float, float]) -> dict[str, Flops]:
+    """Return the FLOPs of parts, given forward and backward, or forward alone if backward takes twice as many."""
+    both = {name: part if isinstance(part, tuple) else (part, 2 * part) for name, part in parts.items()}
+    return {name: Flops(forward, forward + backward) for name, (forward, backward) in both.items()}
 
 
 STATE_PARTS = ("clock", "timestep norms", "CEMA", "attention window", "working memory")
@@ -51,11 +48,8 @@ STATE_PARTS = ("clock", "timestep norms", "CEMA", "attention window", "working m
 
 def state_part(name: str) -> str:
     """Return the one of ``STATE_PARTS`` to which a tensor of a reading state belongs."""
-    parts = name.split(".")
-    if parts[0] == "clock":
-        return "clock"
-    kinds = {"attention": "attention window", "memory": "working memory", "cema": "CEMA"}
-    return next((kinds[part] for part in parts if part in kinds), "timestep norms")
+    kinds = {"clock": "clock", "attention": "attention window", "memory": "working memory", "cema": "CEMA"}
+    return next((kinds[part] for part in name.split(".") if part in kinds), "timestep norms")
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class GeckoCounts:
         norms = layers + 1 if config.norm == "timestep" else 0
         averages = layers * model_dim if config.local_mixing == "cema" else 0
         norm, window = 4.0 * config.timestep_groups * (SCAN_CHUNK + 1), self._windows * config.chunk_size
-        linear, head = (twice_backward(2.0 * products) for products in linear_products(config))
+        linear, head = linear_products(config)
         key, value = config.key_head_dim, config.value_head_dim
         products = key + 2 * value + key * value / config.chunk_size
         if config.memory == "orthogonal":  # answers for keys, and the memory before them
@@ -96,36 +90,27 @@ class GeckoCounts:
         if config.memory == "linear":
             products += 2  # the normaliser of keys and of queries
         remembered = 0.0 if config.memory == "none" else 2.0 * key_dim * products
-        return {
-            "linear": linear,
-            "attention": Flops(
-                layers * 2.0 * window * (key_dim + value_dim), layers * 2.0 * window * (3 * key_dim + 2 * value_dim)
-            ),
-            "memory": twice_backward(layers * remembered),
-            "CEMA": twice_backward(averages * (2.0 * SCAN_CHUNK + 8 * config.cema_modes)),
-            "norms": Flops(norms * norm, norms * (norm + 4 * config.timestep_groups * model_dim)),
-            "head": head,
-        }
+        attended = layers * 2.0 * window
+        return _with_backward(
+            linear=2.0 * linear,
+            attention=(attended * (key_dim + value_dim), attended * (3 * key_dim + 2 * value_dim)),
+            memory=layers * remembered,
+            CEMA=averages * (2.0 * SCAN_CHUNK + 8 * config.cema_modes),
+            norms=(norms * norm, norms * (norm + 4 * config.timestep_groups * model_dim)),
+            head=2.0 * head,
+        )
 
     def keys(self, length: int) -> str:
-        """Describe the number of keys that attention computes per token of such a row."""
         return f"whole windows of {self._windows * self.config.chunk_size:,} keys"
 
     def state(self, length: int, itemsize: int) -> dict[str, int]:
-        """Return the bytes of the state by part, for weights of ``itemsize`` bytes. They do not depend on ``length``.
-
-        The state is float32, except the values in the attention window.
-        """
+        """Return the bytes of the state by part: float32, except the values in the attention window."""
         sizes = dict.fromkeys(STATE_PARTS, 0)
         value_dtype = torch.bfloat16 if itemsize < FLOAT else torch.float32
         empty = GeckoState.empty(self.config, value_dtype=value_dtype, device="meta")
         for name, tensor in empty.tensors().items():
             sizes[state_part(name)] += tensor.nbytes
         return sizes
-
-    def piece(self) -> int:
-        """Return the number of tokens per piece in which a prompt is read."""
-        return piece_length(self.config)
 
     def context_bytes(self, itemsize: int, ranks: int) -> int:
         """Return the bytes that the busiest of ``ranks`` context ranks sends in a layer's forward pass, per row.
@@ -164,8 +149,8 @@ class LlamaCounts:
         computes scores again in the backward pass.
         """
         attention = 1.0 * self.config.num_layers * length * self.config.model_dim
-        linear, head = (twice_backward(2.0 * products) for products in linear_products(self.config))
-        return {"linear": linear, "attention": Flops(2 * attention, 5 * attention), "head": head}
+        linear, head = linear_products(self.config)
+        return _with_backward(linear=2.0 * linear, attention=(2 * attention, 5 * attention), head=2.0 * head)
 
     def keys(self, length: int) -> str:
         return f"{length // 2:,} keys on average"
@@ -176,16 +161,17 @@ class LlamaCounts:
         one = config.num_layers * config.num_key_value_heads * config.head_dim * length * itemsize
         return {"keys": one, "values": one}
 
-    def piece(self) -> int:
-        return LLAMA_PIECE
-
     def context_bytes(self, itemsize: int, ranks: int) -> int:
-        """Return 0: context ranks are not supported."""
-        return 0
+        return 0  # context ranks are not supported
 
 
 def counts_of(config: ModelConfig) -> GeckoCounts | LlamaCounts:
     return LlamaCounts(config) if isinstance(config, LlamaConfig) else GeckoCounts(config)
+
+
+def _piece(config: ModelConfig, length: int) -> int:
+    """Return the number of tokens per piece in which a prompt of ``length`` tokens is read."""
+    return min(length, LLAMA_PIECE if isinstance(config, LlamaConfig) else piece_length(config))
 
 
 # Memory of a model on one device (``gecko info``).
@@ -216,11 +202,10 @@ def inference_memory(config: ModelConfig, dtype: torch.dtype, batch: int, length
 
     For a Gecko they do not depend on ``length`` once it is longer than one piece.
     """
-    counts = counts_of(config)
     return {
         "weights": sum(parameters_by_component(config).values()) * dtype.itemsize,
-        "states": batch * sum(counts.state(length, dtype.itemsize).values()),
-        "work on a piece of the prompt": block_memory(config, dtype, min(length, counts.piece())).work,
+        "states": batch * sum(counts_of(config).state(length, dtype.itemsize).values()),
+        "work on a piece of the prompt": block_memory(config, dtype, _piece(config, length)).work,
     }
 
 
@@ -230,7 +215,7 @@ def training_memory(config: ModelConfig, batch: int, length: int, *, recompute: 
     The activations of a block are measured on a piece of a row, and taken to grow with the tokens.
     """
     weights = sum(parameters_by_component(config).values()) * FLOAT
-    piece = min(length, counts_of(config).piece())
+    piece = _piece(config, length)
     block = block_memory(config, torch.float32, piece).kept * batch * length // piece
     inputs = config.num_layers * batch * length * config.model_dim * FLOAT
     kept = inputs + block if recompute else config.num_layers * block
@@ -254,7 +239,7 @@ def serving(config: ModelConfig, memory: int) -> dict[str, int] | None:
     """
     if isinstance(config, LlamaConfig):
         return None
-    weights, state, work = inference_memory(config, torch.bfloat16, 1, counts_of(config).piece()).values()
+    weights, state, work = inference_memory(config, torch.bfloat16, 1, piece_length(config)).values()
     rest = RESERVE + weights + work
     return {
         "weights_bytes": weights, "row_bytes": state,
@@ -267,8 +252,7 @@ def serving(config: ModelConfig, memory: int) -> dict[str, int] | None:
 def step_memory(run: Run, sizes: MeshSizes) -> tuple[dict[str, int], str]:
     """Return the bytes of one GPU at the peak of a step, by kind, and the name of this moment.
 
-    They are those of a rank that needs most, as a dry run measures them, and a reserve. Raise ImportError if Triton is
-    missing.
+    They are those of a rank that needs most, as a dry run measures them, and a reserve.
     """
     # All ranks of the first shard have the largest part of the parameters, the last part of a row follows states.
     peak = step_peak(run, sizes, rank=sizes.context - 1)
@@ -292,14 +276,11 @@ def state_memory(config: ModelConfig, divided: int, *, muon: bool = False) -> di
 
 
 class GroupSizes(NamedTuple):
-    """Bytes of the parameter groups that FSDP gathers together."""
+    """Bytes of all blocks, in the dtypes in which FSDP gathers them, of the rest and of all gradients in float32."""
 
     blocks: int
-    """Bytes of all blocks, in the dtypes in which they are gathered."""
     rest: int
-    """Bytes of embedding, final norm and head in float32."""
     gradients: int
-    """Bytes of all gradients in float32."""
 
 
 @lru_cache(maxsize=1)

@@ -73,31 +73,26 @@ class FakeGPU(TorchDispatchMode):
         if active_fake_mode() is not self._fakes:
             return operation(*arguments, **options)  # DTensor asks for a shape
         given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-        result = self._computed(operation, arguments, options, given)
+        on_device, device = [is_on_device(x) for x in given], options.get("device")
+        result: Any
+        if any(on_device) and operation in _READS:
+            result = 1.0 if arguments[0].is_floating_point() else 1  # losses and norms are finite
+        elif any(on_device):
+            if not all(on_device):
+                arguments, options = tree_map_only(Tensor, self._placed, (arguments, options))
+            result = operation(*arguments, **options)
+        else:
+            creates = device is not None and device.type != "meta" and all(x.is_meta for x in given)
+            result = operation(*tree_map_only(Tensor, self._placed, arguments), **options) if creates else None
+            if result is None or result.dtype in _HOST_DTYPES:
+                with self._module.unset_fake_temporarily():
+                    result = operation(*arguments, **options)
         for watch in self._watches:
             watch(operation, arguments, given, result)
         return result
 
-    def _computed(self, operation: Any, arguments: Any, options: Any, given: list[Tensor]) -> Any:
-        if any(map(is_on_device, given)):
-            if operation in _READS:
-                return 1.0 if arguments[0].is_floating_point() else 1  # losses and norms are finite
-            return self._on_device(operation, arguments, options, given)
-        device = options.get("device")
-        if device is not None and device.type != "meta" and all(x.is_meta for x in given):
-            created = self._on_device(operation, arguments, options, given)
-            if created.dtype not in _HOST_DTYPES:
-                return created
-        with self._module.unset_fake_temporarily():
-            return operation(*arguments, **options)
-
-    def _on_device(self, operation: Any, arguments: Any, options: Any, given: list[Tensor]) -> Any:
-        def placed(x: Tensor) -> Tensor:
-            return x if is_on_device(x) else self._fakes.from_tensor(x, static_shapes=True)
-
-        if not all(map(is_on_device, given)):
-            arguments, options = tree_map_only(Tensor, placed, (arguments, options))
-        return operation(*arguments, **options)
+    def _placed(self, x: Tensor) -> Any:
+        return x if is_on_device(x) else self._fakes.from_tensor(x, static_shapes=True)
 
 
 UNIT = 512
@@ -173,7 +168,6 @@ class MemoryLedger:
 
     @property
     def in_use(self) -> int:
-        """Bytes in use now."""
         return sum(size for _, size, _ in self._alive.values())
 
     def peak(self, moment: str | None = None) -> Peak:
@@ -252,14 +246,11 @@ class Trace:
 
 
 class Agreement(NamedTuple):
-    """What was compared."""
+    """Process groups of which several ranks were compared, collectives of a rank on average, sends with a receive."""
 
     groups: int
-    """Process groups of which several ranks were compared."""
     collectives: int
-    """Collectives of a rank, on average."""
     messages: int
-    """Sends that were paired with a receive."""
 
 
 def check_traces(traces: Mapping[int, Trace]) -> Agreement:
@@ -273,9 +264,10 @@ def check_traces(traces: Mapping[int, Trace]) -> Agreement:
         for other in others:
             for i, (a, b) in enumerate(zip_longest(parts[first][group], parts[other][group])):
                 if a != b:
+                    named = ", ".join(map(str, group)) if len(group) <= 8 else f"{group[0]}, {group[1]}, … {group[-1]}"
                     raise ValueError(
                         "all ranks of a process group must start the same collectives in the same order; in the "
-                        f"process group of ranks {_shown(group)}, number {i + 1} is {a or 'none'} on rank {first} and "
+                        f"process group of ranks {named}, number {i + 1} is {a or 'none'} on rank {first} and "
                         f"{b or 'none'} on rank {other}. Training would hang."
                     )
         compared += bool(others)
@@ -290,7 +282,3 @@ def check_traces(traces: Mapping[int, Trace]) -> Agreement:
                 )
         messages += len(sent)
     return Agreement(compared, round(collectives / len(traces)), messages)
-
-
-def _shown(group: tuple[int, ...]) -> str:
-    return ", ".join(map(str, group)) if len(group) <= 8 else f"{group[0]}, {group[1]}, … {group[-1]}"

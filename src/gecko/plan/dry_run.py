@@ -61,13 +61,13 @@ def dry_step(run: Run, sizes: MeshSizes, rank: int) -> tuple[MemoryLedger, Trace
     hold random documents, other ones for each data rank.
     """
     run = replace(run, compile=False, precision="float32" if run.precision == "float32" else "bfloat16")
-    ledger, trace, batch = MemoryLedger(), Trace(), random_batch(run, sizes, rank)
+    ledger, trace, batch = MemoryLedger(), Trace(), _random_batch(run, sizes, rank)
     with connected(sizes, rank, trace) as ranks, FakeGPU(ledger.see, trace.see).running(), ledger.recording():
         _step(run, ranks, batch, ledger, trace)
     return ledger, trace
 
 
-def random_batch(run: Run, sizes: MeshSizes, rank: int) -> Batch:
+def _random_batch(run: Run, sizes: MeshSizes, rank: int) -> Batch:
     """Return the rows of a rank, whole: random tokens, and documents that start at random places."""
     shape = run.rows_per_rank(sizes.data_ranks), run.sequence_length
     generator = torch.Generator().manual_seed(rank // sizes.context)
@@ -125,7 +125,14 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     optimizer = build_optimizer(model, run.optimizer)
     ledger.mark(_local(x for state in optimizer.state.values() for x in state.values()), device.OPTIMIZER)
     carried = carried_state(run, model, ranks)
-    _prepare(model, optimizer)
+    # Clip and update without gradients, of which nothing is in use afterwards: at its first call, DTensor finds shapes
+    # by operations on whole parameters.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     _watch_parts(model, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
     step = Step(model, optimizer, run.optimizer.clip, run.precision, rule, ranks, carried)
@@ -143,19 +150,6 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
 def _mark_carried(carried: CarriedState | None, ledger: MemoryLedger) -> None:
     if carried is not None:
         ledger.mark((x for state in carried.before for x in state.tensors().values()), device.CARRIED)
-
-
-def _prepare(model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
-    """Clip and update without gradients: at its first call, DTensor finds shapes by operations on whole parameters.
-
-    Nothing of it is in use afterwards.
-    """
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
-    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
@@ -263,7 +257,6 @@ def block_memory(config: ModelConfig, dtype: torch.dtype, tokens: int) -> BlockM
     """
 
     def read(depth: int, *, training: bool) -> BlockMemory:
-        """Return the memory of a model of ``depth`` blocks that reads a row, and keeps its hidden states."""
         ledger = MemoryLedger()
         with FakeGPU(ledger.see).running(), torch.set_grad_enabled(training):
             model = meta_model(replace(config, num_layers=depth)).to(dtype).to_empty(device=DEVICE)
@@ -317,7 +310,7 @@ def representatives(sizes: MeshSizes) -> tuple[int, ...]:
 def verify(run: Run, sizes: MeshSizes, memory: Mapping[str, int]) -> Verification:
     """Run one step of ``run`` for the ``representatives`` of its mesh, and compare with the planned ``memory`` by kind.
 
-    Raise ValueError if the ranks' collectives or messages do not fit together, ImportError if Triton is missing.
+    Raise ValueError if the ranks' collectives or messages do not fit together.
     """
     check_kernels()
     begin = time.perf_counter()
@@ -343,7 +336,16 @@ def graph_count(run: Run, depth: int) -> int:
         graphs.append(graph)
         return graph.forward
 
-    model = build_model(replace(_narrowed(run.model), num_layers=depth))
+    config = run.model
+    narrow: dict[str, Any] = {"vocab_size": 64, "model_dim": 64, "num_heads": 2, "ffn_dim": 64, "num_layers": depth}
+    if isinstance(config, GeckoConfig):
+        narrow |= {
+            "key_dim": 32, "value_dim": 64, "chunk_size": 16, "rope_frequencies": None, "timestep_groups": 4,
+            "cema_modes": 4, "sinks": min(config.sinks, 16), "norm_groups": min(config.norm_groups, 4),
+            "rope_heads": None if config.rope_heads is None else min(config.rope_heads, 2),
+        }  # fmt: skip
+    shared = None if config.key_value_heads is None or not isinstance(config, GeckoConfig) else 1
+    model = build_model(replace(config, **narrow, key_value_heads=shared))
     model.activation_checkpointing = run.activation_checkpointing
     for block in model.blocks:
         compile_block(block, backend=keep)
@@ -355,16 +357,3 @@ def graph_count(run: Run, depth: int) -> int:
     finally:
         torch.compiler.reset()
     return len(graphs)
-
-
-def _narrowed(config: ModelConfig) -> ModelConfig:
-    """Return a config of the same architecture with few features."""
-    if isinstance(config, GeckoConfig):
-        return replace(
-            config, vocab_size=64, model_dim=64, key_dim=32, value_dim=64, num_heads=2, ffn_dim=64, chunk_size=16,
-            rope_frequencies=None, sinks=min(config.sinks, 16),
-            key_value_heads=None if config.key_value_heads is None else 1,
-            timestep_groups=4, norm_groups=min(config.norm_groups, 4), cema_modes=4,
-            rope_heads=None if config.rope_heads is None else min(config.rope_heads, 2),
-        )  # fmt: skip
-    return replace(config, vocab_size=64, model_dim=64, num_heads=2, ffn_dim=64, key_value_heads=None)

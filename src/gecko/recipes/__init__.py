@@ -51,82 +51,49 @@ _NO_SPIKES = SkipSettings(deviations=None)
 def tiny() -> Run:
     """The demo: about a million parameters that learn Python's standard library in minutes, on two CPU cores."""
     return Run(
-        model=GeckoConfig.preset("tiny"),
-        output="runs/tiny",
-        batch_size=4,
-        sequence_length=1024,
-        minutes=6.0,
-        precision="auto",
-        optimizer=OptimizerSettings(learning_rate=8e-3),
-        schedule=ScheduleSettings(warmup=0.03),
-        evaluation=EvaluationSettings(every=100),
-        checkpoint=CheckpointSettings(every=200),
+        model=GeckoConfig.preset("tiny"), output="runs/tiny", batch_size=4, sequence_length=1024, minutes=6.0,
+        precision="auto", optimizer=OptimizerSettings(learning_rate=8e-3), schedule=ScheduleSettings(warmup=0.03),
+        evaluation=EvaluationSettings(every=100), checkpoint=CheckpointSettings(every=200),
         sample=SampleSettings(tokens=800),
-    )
+    )  # fmt: skip
 
 
 def books() -> Run:
     """Four million parameters on novels, as bytes: the model that is installed with the package. Set data.source."""
-    return replace(
-        COMPARISON["compare_gecko_4m"](),
-        output="runs/books",
-        steps=3663,
-        precision="bfloat16",
-        sample=SampleSettings(prompt="It was ", tokens=600),
-    )
+    sample = SampleSettings(prompt="It was ", tokens=600)
+    of_four_million = COMPARISON["compare_gecko_4m"]()
+    return replace(of_four_million, output="runs/books", steps=3663, precision="bfloat16", sample=sample)
 
 
 def gecko_15m() -> Run:
     """15 M parameters on bytes: an overnight run on a desktop's CPU, minutes on a GPU."""
     return Run(
-        model=GeckoConfig.preset("gecko-15m"),
-        output="runs/gecko_15m",
-        batch_size=16,
-        sequence_length=4096,
-        gradient_accumulation_steps=4,
-        steps=5000,
-        optimizer=OptimizerSettings(learning_rate=2e-3),
-        schedule=ScheduleSettings(kind="cosine", warmup=0.02, final=0.1),
-        evaluation=EvaluationSettings(every=250),
-        checkpoint=CheckpointSettings(every=500),
-        sample=SampleSettings(tokens=1000),
-    )
+        model=GeckoConfig.preset("gecko-15m"), output="runs/gecko_15m", batch_size=16, sequence_length=4096,
+        gradient_accumulation_steps=4, steps=5000, optimizer=OptimizerSettings(learning_rate=2e-3),
+        schedule=ScheduleSettings(kind="cosine", warmup=0.02, final=0.1), evaluation=EvaluationSettings(every=250),
+        checkpoint=CheckpointSettings(every=500), sample=SampleSettings(tokens=1000),
+    )  # fmt: skip
 
 
 def gecko_125m() -> Run:
     """125 M parameters on one GPU. Set data.source and data.tokenizer; the default corpus is far too small."""
     return Run(
-        model=GeckoConfig.preset("gecko-125m"),
-        output="runs/gecko_125m",
-        batch_size=64,
-        sequence_length=8192,
-        gradient_accumulation_steps=16,
-        steps=20_000,
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        schedule=ScheduleSettings(kind="cosine", warmup=0.05, final=0.1),
-        precision="bfloat16",
-        activation_checkpointing="full",
-        evaluation=EvaluationSettings(every=500, final_rows=256),
+        model=GeckoConfig.preset("gecko-125m"), output="runs/gecko_125m", batch_size=64, sequence_length=8192,
+        gradient_accumulation_steps=16, steps=20_000, optimizer=OptimizerSettings(learning_rate=1e-3),
+        schedule=ScheduleSettings(kind="cosine", warmup=0.05, final=0.1), precision="bfloat16",
+        activation_checkpointing="full", evaluation=EvaluationSettings(every=500, final_rows=256),
         checkpoint=CheckpointSettings(every=1000, keep=3),
-    )
+    )  # fmt: skip
 
 
 def _of_the_paper(model: GeckoConfig, output: str, batch_size: int, steps: int, rise: int, rate: float) -> Run:
     """Return a run on rows of 32K tokens, which are 2 T tokens in all. The learning rate rises for ``rise`` steps."""
     return Run(
-        model=model,
-        output=output,
-        batch_size=batch_size,
-        sequence_length=32_768,
-        steps=steps,
-        optimizer=OptimizerSettings(learning_rate=rate),
-        schedule=ScheduleSettings(kind="cosine", warmup=rise / steps, final=0.1),
-        precision="bfloat16",
-        skip=_NO_SPIKES,
-        activation_checkpointing="full",
-        compile=True,
-        evaluation=EvaluationSettings(every=1000, rows=128, final_rows=1024),
-    )
+        model=model, output=output, batch_size=batch_size, sequence_length=32_768, steps=steps,
+        optimizer=OptimizerSettings(learning_rate=rate), precision="bfloat16", skip=_NO_SPIKES,
+        schedule=ScheduleSettings(kind="cosine", warmup=rise / steps, final=0.1), activation_checkpointing="full",
+        compile=True, evaluation=EvaluationSettings(every=1000, rows=128, final_rows=1024),
+    )  # fmt: skip
 
 
 def gecko_1b() -> Run:
@@ -168,12 +135,8 @@ def megalodon_7b() -> Run:
 
 def llama2_7b() -> Run:
     """Llama2-7B, the paper's baseline, on the rows that Gecko-7B is trained on. Set data.source and data.tokenizer."""
-    return replace(
-        gecko_7b(),
-        model=LlamaConfig.preset("llama2-7b", rope_base=500_000.0),
-        output="runs/llama2_7b",
-        parallel=ParallelSettings(replicate=16, shard=8),
-    )
+    model, parallel = LlamaConfig.preset("llama2-7b", rope_base=500_000.0), ParallelSettings(replicate=16, shard=8)
+    return replace(gecko_7b(), model=model, output="runs/llama2_7b", parallel=parallel)
 
 
 def _wider(model: ModelConfig, times: int, ffn_dim: int | None = None) -> ModelConfig:
@@ -247,19 +210,11 @@ def _comparison(name: str, about: str, model: ModelConfig, optimizer: OptimizerS
 
     def recipe() -> Run:
         return Run(
-            model=model,
-            output=f"runs/{name}",
-            batch_size=4,
-            sequence_length=2048,
-            steps=1221,
-            optimizer=optimizer,
-            schedule=ScheduleSettings(kind="cosine", warmup=0.03),
+            model=model, output=f"runs/{name}", batch_size=4, sequence_length=2048, steps=1221, optimizer=optimizer,
+            schedule=ScheduleSettings(kind="cosine", warmup=0.03), skip=_NO_SPIKES, threads=1,
             evaluation=EvaluationSettings(every=200, rows=64, final_rows=768),
-            checkpoint=CheckpointSettings(every=200, keep=1),
-            sample=SampleSettings(tokens=100),
-            skip=_NO_SPIKES,
-            threads=1,
-        )
+            checkpoint=CheckpointSettings(every=200, keep=1), sample=SampleSettings(tokens=100),
+        )  # fmt: skip
 
     recipe.__doc__ = about
     return recipe
@@ -273,8 +228,7 @@ RECIPES: dict[str, Callable[[], Run]] = {recipe.__name__: recipe for recipe in _
 def apply_overrides(run: Run, overrides: Sequence[str]) -> Run:
     """Return ``run`` with each ``key=value`` applied, for example ``optimizer.learning_rate=3e-3``.
 
-    The annotation of the field determines how a value is parsed. Raise ValueError for an unknown key (with the nearest
-    one), a value that does not fit, or minutes for a run whose steps are fixed.
+    An unknown key, a value that does not fit the field, and minutes for a run whose steps are fixed raise ValueError.
     """
     overrides = [current_override(override) for override in overrides]
     changed = run.with_settings(*overrides)
@@ -296,10 +250,7 @@ def shown(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def get_recipe(name: str) -> Run:
-    """Return the run of a recipe name, or the run in a ``recipe.json`` that an earlier run wrote.
-
-    Raise ValueError for an unknown name, with the nearest one, and FileNotFoundError for a missing file.
-    """
+    """Return the run of a recipe name, or the run in a ``recipe.json`` that an earlier run wrote."""
     if not name.endswith(".json"):
         known = name.replace("-", "_")
         if known in RECIPES:

@@ -70,25 +70,14 @@ def finetuning_run(
     corpus = ChatCorpus.build(chats, tuning_format(vocabulary, folder))
     rate = RATE / config.model_dim * (1 if lora_rank is None else 3)
     question = next((turn.content for turn in chats[0][1].turns if turn.role == "user"), "Hello")
-    base = Run(
-        model=config,
-        output=output,
-        data=DataSettings(source=source, format="chat", tokenizer=spec),
-        batch_size=ROWS,
-        sequence_length=min(max(SHORTEST, 1 << (corpus.longest - 2).bit_length()), LONGEST),
-        steps=1,
+    run = Run(
+        model=config, output=output, data=DataSettings(source=source, format="chat", tokenizer=spec), batch_size=ROWS,
+        sequence_length=min(max(SHORTEST, 1 << (corpus.longest - 2).bit_length()), LONGEST), steps=1,
         optimizer=OptimizerSettings(learning_rate=float(f"{rate:.2g}"), weight_decay=0.01),
-        schedule=ScheduleSettings(warmup=0.1),
-        precision="auto",
-        init_from=str(folder),
-        lora_rank=lora_rank,
+        schedule=ScheduleSettings(warmup=0.1), precision="auto", init_from=str(folder), lora_rank=lora_rank,
         sample=SampleSettings(prompt=question, tokens=200),
-    )
-    return _sized(base, corpus, epochs, overrides)
-
-
-def _sized(run: Run, corpus: ChatCorpus, epochs: float, overrides: Sequence[str]) -> Run:
-    """Return the run with overrides; batch, steps, evaluations and checkpoints follow from the chats if not given."""
+    )  # fmt: skip
+    # Batch, steps, evaluations and checkpoints follow from the chats if the overrides do not set them.
     given = {override.partition("=")[0] for override in overrides}
     if "minutes" in given and "steps" not in given:
         given, overrides = {*given, "steps"}, [*overrides, "steps=none"]
