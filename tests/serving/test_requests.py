@@ -21,6 +21,7 @@ EVERY: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "auto"}, {"logit_bias": {}},
     {"frequency_penalty": 0}, {"presence_penalty": 0}, {"min_tokens": 0}, {"stop_token_ids": []},
     {"ignore_eos": False}, {"stop": None}, {"seed": 0}, {"seed": (1 << 64) - 1}, {"user": "me"}, {"metadata": {}},
+    {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "me"},
     {"store": False}, {"service_tier": "auto"}, {"parallel_tool_calls": True}, {"structured_outputs": None},
 ]  # fmt: skip
 COMPLETIONS_AND_CHATS: list[dict[str, Any]] = [

@@ -18,7 +18,7 @@ from torch import Tensor
 import gecko
 from gecko.inference import Sampling
 from gecko.inference.prefix_cache import PrefixCache
-from gecko.inference.request import Finished, Request, Token
+from gecko.inference.request import Finished, Request
 from gecko.inference.scheduler import Engine
 from gecko.serving.limits import ApiError
 from gecko.serving.stores import SavedStates
@@ -287,16 +287,9 @@ def test_what_is_kept_holds_on_to_no_larger_tensors(model: gecko.Gecko) -> None:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 
-def texts_of(
-    engine: Engine, prompts: list[Tensor], sampling: Sampling | None = None
-) -> list[list[tuple[int, float | None]]]:
-    ids = [engine.submit(Request(prompt, 6, sampling or Sampling(0.9), 5, logprobs=0)) for prompt in prompts]
-    made: dict[int, list[tuple[int, float | None]]] = {request_id: [] for request_id in ids}
-    while not engine.idle:
-        for event in engine.step():
-            if isinstance(event, Token):
-                made[event.request_id].append((event.token, event.logprob))
-    return [made[request_id] for request_id in ids]
+def texts_of(engine: Engine, prompts: list[Tensor], sampling: Sampling | None = None) -> list[list[Any]]:
+    ids, log = run(engine, *[Request(prompt, 6, sampling or Sampling(0.9), 5, logprobs=0) for prompt in prompts])
+    return [[(event.token, event.logprob) for event in log.tokens[request_id]] for request_id in ids]
 
 
 SHARED = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(0, 20)), min_size=1, max_size=8)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,32 +266,15 @@ def test_every_token_is_told_once_and_in_place(text: str, echo: str) -> None:
         assert byte >= 128 or (echo + text)[offset] == NAMES.text(token.token)
 
 
-def test_what_is_no_text_has_no_bytes() -> None:
-    """Two bytes of é, with the alternatives of each: a letter, and the end of the document."""
-    choice = ChoiceText(0, BYTES, [], 0)
-    for byte in "é".encode():
-        piece = choice.push(Token(0, byte, -1.0, ((97, -0.5), (256, -2.0))))
-    assert piece is not None
-    for told in next(iter(ChatReply("m", NAMES).events(piece)))["choices"][0]["logprobs"]["content"]:
-        assert [(other["token"], other["bytes"]) for other in (told, *told["top_logprobs"])] == [
+def test_log_probabilities_are_encoded_as_by_json() -> None:
+    """Bytes of é have no text, and alternatives may be excluded, or end the document."""
+    top = ((97, -0.5), (256, -2.0), (98, -math.inf))
+    tokens = [(Token(0, byte, -math.inf, top), 0) for byte in 'ü"\0'.encode()]
+    pieces = [Piece(index, 'ü"\0', (*tokens,) * 500**index, 4, "stop") for index in range(2)]
+    for reply in (CompletionReply("small", NAMES), ChatReply("small", NAMES, scored=True)):
+        for body in (*reply.events(pieces[0]), reply.whole(pieces, Usage(1, 2, 3))):
+            assert encode_answer(body) == json.dumps(body, separators=(",", ":"), allow_nan=False)
+    for told in body["choices"][0]["logprobs"]["content"][:2]:
+        assert [(other["token"], other["bytes"]) for other in (told, *told["top_logprobs"][:2])] == [
             (told["token"], None), ("a", [97]), ("token_id:256", None)
         ]  # fmt: skip
-
-
-def test_numbers_that_json_lacks_are_not_written() -> None:
-    choice = ChoiceText(0, BYTES, [], 0)
-    piece = choice.push(Token(0, 97, -math.inf, ((97, -math.inf), (98, 0.0))))
-    assert piece is not None
-    for reply in (CompletionReply("m", NAMES), ChatReply("m", NAMES)):
-        for body in (*reply.events(piece), reply.whole([piece], Usage(1, 1, 8))):
-            json.dumps(body, allow_nan=False)
-
-
-def test_answers_are_encoded_as_by_json() -> None:
-    pieces = pieces_of('aü"\0'.encode(), [], logprobs=True)
-    whole = [Piece(index, 'aü"\0', pieces[0].tokens, 4, "stop") for index in range(2)]
-    long = replace(whole[0], tokens=pieces[0].tokens * 3000)
-    chat = ChatReply("small", NAMES)
-    for reply, found in ((chat, whole), (CompletionReply("small", NAMES), whole), (chat, [long])):
-        answer = reply.whole(found, Usage(1, 2, 3))
-        assert encode_answer(answer) == json.dumps(answer, separators=(",", ":"))

@@ -109,7 +109,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-        self._stop_watching_sending()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -147,7 +147,9 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_watching_sending()
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
     def send_400_response(self, msg: str) -> None:
         error = sys.exc_info()[1]
@@ -204,11 +206,6 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self._watch_sending()
-
-    def _stop_watching_sending(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
 
 
 def connection_class(limits: Limits) -> type[Connection]:

@@ -38,8 +38,6 @@ from gecko.serving.replies import ChatReply, CompletionReply, Reply, ResponseRep
 from gecko.serving.stores import ResponseStore, SavedStates, StoredResponse
 from gecko.state import GeckoState
 
-DEFAULT_TOKENS = 16
-"""Default of ``max_tokens`` of a completion, as in the API of OpenAI."""
 MAX_ECHO = 1 << 20
 """Maximum number of prompt characters that an answer repeats, over all choices."""
 MAX_ECHO_IDS = 1 << 16
@@ -128,7 +126,8 @@ class Preparation:
             sampling = asked.sampling()
         except ValueError as error:
             raise invalid(str(error).split()[0], str(error)) from error  # the message starts with the field's name
-        constraint, stop_tokens, (_, tokens) = self._constraint(asked), self._stop_tokens(asked), self._length(asked)
+        constraint, stop_tokens = self._constraint(asked), self._stop_tokens(asked)
+        _, tokens = asked.length(self._limits.new_tokens)
         special = np.array(sorted(self._model.tokenizer.special_ids), dtype=np.int64)
         requests: list[Request] = []
         choices: list[ChoiceText] = []
@@ -166,7 +165,8 @@ class Preparation:
         return Prepared(requests, choices, usage, 8 * len(unread), reply)
 
     def _check_lengths(self, asked: GenerationRequest) -> None:
-        (field, tokens), most = self._length(asked), self._limits.new_tokens
+        most = self._limits.new_tokens
+        field, tokens = asked.length(most)
         if tokens > most:
             raise invalid(field, f"{field} must be at most {most}; got {tokens}")
         if asked.min_tokens > tokens:
@@ -175,12 +175,6 @@ class Preparation:
             raise invalid("n", f"prompts × n must be at most {MAX_CHOICES}; got {asked.num_choices}")
         if tokens == 0 and not (isinstance(asked, CompletionRequest) and asked.echo):
             raise invalid(field, f"{field} must be at least 1 without echo; got 0")
-
-    def _length(self, asked: GenerationRequest) -> tuple[str, int]:
-        """Return the largest number of new tokens, and the field that has it."""
-        (field, given), most = asked.length, self._limits.new_tokens
-        default = min(DEFAULT_TOKENS, most) if isinstance(asked, CompletionRequest) else most
-        return field, default if given is None else given
 
     def _previous(self, asked: ResponseRequest) -> StoredResponse | None:
         """Return the response that a request continues, which must have been told of its functions."""

@@ -167,6 +167,7 @@ class GenerationRequest(fields.JsonObject):
     ignored: ClassVar[frozenset[str]] = _IGNORED
     length_fields: ClassVar[Sequence[str]] = ("max_tokens",)
     """Fields for the largest number of tokens; the first one counts."""
+    default_length: ClassVar[int] = sys.maxsize
     format_field: ClassVar[str] = "response_format"
     n = 1
     """Number of choices per prompt."""
@@ -241,11 +242,10 @@ class GenerationRequest(fields.JsonObject):
         """Whether the text may have to match a grammar, which takes long to prepare."""
         return self.format is not None or self.structured_outputs is not None or bool(self.enforced)
 
-    @property
-    def length(self) -> tuple[str, int | None]:
-        """The field with the largest number of tokens, and its value; None: it is not given."""
+    def length(self, most: int) -> tuple[str, int]:
+        """Return the field with the largest number of tokens, and its value; not given, it is at most ``most``."""
         given = [(name, found) for name in self.length_fields if (found := getattr(self, name)) is not None]
-        return given[0] if given else (self.length_fields[-1], None)
+        return given[0] if given else (self.length_fields[-1], min(self.default_length, most))
 
     def grammar(self) -> GrammarField | None:
         """Return the grammar that the text must match, and its field; ValueError if there are two."""
@@ -293,6 +293,7 @@ class ChoicesRequest(GenerationRequest):
 class CompletionRequest(ChoicesRequest):
     """Body of ``POST /v1/completions``."""
 
+    default_length = 16  # as in the API of OpenAI
     prompt: fields.Prompt
     max_tokens: fields.FromZero | None = None
     echo: bool = False
