@@ -4,7 +4,6 @@ import re
 from dataclasses import fields
 from typing import Any
 
-import httpx2
 from serving.conftest import StartServer
 from serving.sites import GREEDY, Site, alone, check_error, document, greedy
 
@@ -54,7 +53,7 @@ def test_no_number_of_one_client_ends_anothers_request(site: Site) -> None:
             asked = {"prompt": "abc", "max_tokens": 3, "temperature": 1.0, **extreme}
             assert site.post(json=asked).status_code in (200, 400)
         assert list(stream)[-1].choices[0].finish_reason == "length"
-    assert httpx2.get(f"{site.url}/health").json() == {"status": "ok"}
+    assert site.get("/health").json() == {"status": "ok"}
 
 
 def test_a_stream_joins_to_the_whole(site: Site, model: gecko.Gecko) -> None:
@@ -107,8 +106,8 @@ def test_models_health_and_page(site: Site, model: gecko.Gecko) -> None:
     assert (found.id, found.object, found.state_bytes) == ("small", "model", model.empty_state().num_bytes)
     assert not found.chat_template
     assert site.openai.models.retrieve("small") == found
-    check_error(httpx2.get(f"{site.url}/v1/models/large"), 404, "'small'")
-    page = httpx2.get(site.url)
+    check_error(site.get("/v1/models/large"), 404, "'small'")
+    page = site.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
 
@@ -124,7 +123,7 @@ OTHERS = {
 
 
 def test_the_document_describes_all_routes_and_fields(site: Site) -> None:
-    answer = httpx2.get(f"{site.url}/openapi.json")
+    answer = site.get("/openapi.json")
     document = answer.json()
     schemas, posts = document["components"]["schemas"], {path: {"post"} for path in BODIES}
     expected = {**posts, "/v1/states": {"get", "post"}, **OTHERS}

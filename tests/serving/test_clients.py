@@ -202,7 +202,7 @@ def test_running_requests_finish_and_new_ones_get_503(start: StartServer) -> Non
     with site.openai.completions.create(model="small", stream=True, **{**LONG, "max_tokens": 200}) as stream:
         next(iter(stream))
         site.server.handle_exit(signal.SIGTERM, None)
-        until(lambda: httpx2.get(f"{site.url}/health").status_code == 503)
+        until(lambda: site.get("/health").status_code == 503)
         with pytest.raises(openai.InternalServerError) as caught:
             site.openai.completions.create(model="small", prompt="a")
         assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")

@@ -4,7 +4,6 @@ import json
 from dataclasses import fields
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from serving.sites import JSON, OK, Site, check_error, head_of
@@ -160,7 +159,7 @@ def test_forms_that_a_browser_may_send_from_anywhere_are_refused(site: Site) -> 
 
 def test_other_addresses_and_methods(site: Site) -> None:
     check_error(site.post("/v1/complete", json=OK), 404, "/v1/complete")
-    check_error(httpx2.get(f"{site.url}/v1/completions"), 405, "GET")
+    check_error(site.get("/v1/completions"), 405, "GET")
 
 
 def test_bodies_that_are_too_large_get_413(site: Site) -> None:
@@ -182,6 +181,6 @@ def test_the_key(keyed: Site) -> None:
             raw = {name: value.encode("latin-1") for name, value in headers.items()}
             check_error(keyed.post(path, json=OK, headers=raw), 401, "API key")
     for path in ("/", "/health", "/metrics"):
-        assert httpx2.get(keyed.url + path).status_code == 200
+        assert keyed.get(path).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         keyed.openai.models.list()

@@ -92,7 +92,7 @@ def test_every_response_has_the_id_of_its_request(site: Site) -> None:
     for method, path, headers, status in HEADERS:
         for given, taken in (("abc-1", True), ("a b", False), ("x" * 200, False), (None, False)):
             sent = headers if given is None else {**headers, "X-Request-Id": given}
-            answer = httpx2.request(method, site.url + path, headers=sent)
+            answer = site.client.request(method, path, headers=sent)
             assert answer.status_code == status
             found = answer.headers.get_list("x-request-id")
             assert found == [given] if taken else len(found) == 1 and len(found[0]) == 32
@@ -105,7 +105,7 @@ def test_an_allowed_page_may_ask_and_others_may_not(keyed: Site) -> None:
         ("https://app.example", True), ("http://app.example:3000", True), ("https://app.example.evil", False),
         ("https://appxexample", False), ("null", False),
     ):  # fmt: skip
-        preflight = httpx2.request("OPTIONS", keyed.url + CHAT, headers={**asks, "Origin": origin})
+        preflight = keyed.client.request("OPTIONS", CHAT, headers={**asks, "Origin": origin})
         assert not allowed or "authorization" in preflight.headers["access-control-allow-headers"]
         key = {"Authorization": "Bearer secret", "Origin": origin}
         answer = keyed.post(CHAT, json=GOOD[CHAT], headers=key)
@@ -141,7 +141,7 @@ def test_a_lone_surrogate_comes_back_as_it_was_sent(site: Site) -> None:
         assert answer.status_code == 200
         whole = chunks(answer)[-1]["response"] if stream else json.loads(answer.text)
         assert (whole["status"], whole["metadata"]) == ("incomplete", {"a\ud800": "\udc00"})
-        assert json.loads(httpx2.get(f"{site.url}{RESPONSE}/{whole['id']}").text)["metadata"] == whole["metadata"]
+        assert json.loads(site.get(f"{RESPONSE}/{whole['id']}").text)["metadata"] == whole["metadata"]
 
 
 @pytest.mark.parametrize(("stream", "times"), [(False, 1), (True, 3)])
@@ -167,4 +167,4 @@ def test_bodies_of_tiny_chunks_are_refused(keyed: Site) -> None:
             if key == "secret" or status == 200:
                 assert found.startswith(b"HTTP/1.1 %d" % (status if key == "secret" else 401)), found
                 assert status == 200 or b"256 bytes and more" in found
-    assert httpx2.get(f"{keyed.url}/health").status_code == 200
+    assert keyed.get("/health").status_code == 200

@@ -4,7 +4,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -124,7 +123,7 @@ def test_stored_responses_are_found_and_deleted(site: Site) -> None:
         say(site, "More", previous_response_id=answer.id)
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
     unstored = say(site, "Hello", 5, store=False)
-    check_error(httpx2.get(f"{site.url}/v1/responses/{unstored.id}"), 404, "not found")
+    check_error(site.get(f"/v1/responses/{unstored.id}"), 404, "not found")
 
 
 def test_the_least_recently_used_response_makes_room(start: StartServer, model: gecko.Gecko) -> None:
@@ -132,7 +131,7 @@ def test_the_least_recently_used_response_makes_room(start: StartServer, model: 
     first, second = (say(site, "a", 3).id for _ in range(2))
     say(site, "b", 3, previous_response_id=first, store=False)
     third = say(site, "a", 3).id
-    found = [httpx2.get(f"{site.url}/v1/responses/{one}").status_code for one in (first, second, third)]
+    found = [site.get(f"/v1/responses/{one}").status_code for one in (first, second, third)]
     assert found == [200, 404, 200]
 
 
@@ -216,6 +215,6 @@ def test_bad_requests_are_refused_with_a_reason(site: Site) -> None:
         response = site.post("/v1/responses", json={"input": "a", "max_output_tokens": 3, **change})
         check_error(response, 404 if "model" in change else 400, told)
     for name in ("gone", "..%2F..%2Fetc", "x" * 500):
-        check_error(httpx2.get(f"{site.url}/v1/responses/{name}"), 404, "")
+        check_error(site.get(f"/v1/responses/{name}"), 404, "")
     assert site.post("/v1/responses", json={"input": "a", "max_output_tokens": 3}).status_code == 200
     site.wait_until_idle()

@@ -65,13 +65,13 @@ def test_a_saved_conversation_continues_as_if_read_anew(writable: Site, model: g
     text += f"User: More\n\nAssistant:{expected}\n\nUser: End\n\nAssistant:"
     assert last.output_text == greedy(model, text, 20)
     # They are listed, and deleted.
-    listed = httpx2.get(f"{writable.url}/v1/states").json()["data"]
+    listed = writable.get("/v1/states").json()["data"]
     sizes = {name: (tmp_path / f"{name}.state").stat().st_size for name in ("a", "hello")}
     assert [(one["id"], one["bytes"]) for one in listed] == list(sizes.items())
-    assert httpx2.get(f"{writable.url}/v1/states/a").json()["position"] > 10
+    assert writable.get("/v1/states/a").json()["position"] > 10
     assert writable.openai.models.retrieve("small").states == ["a", "hello"]
-    assert httpx2.delete(f"{writable.url}/v1/states/a").json()["deleted"]
-    for call in (httpx2.get, httpx2.delete):
+    assert writable.client.delete("/v1/states/a").json()["deleted"]
+    for call in (writable.get, writable.client.delete):
         check_error(call(f"{writable.url}/v1/states/a"), 404, "'a'")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.state"]
 
@@ -94,9 +94,9 @@ def test_bad_requests_change_nothing(writable: Site, tmp_path: Path) -> None:
     for body, status, told in bad:
         check_error(writable.post("/v1/states", json=body), status, told)
     for name in ("..%2Fa", "%2Fetc%2Fpasswd", "%00", "folder", "dangling"):
-        for call in (httpx2.get, httpx2.delete):
+        for call in (writable.get, writable.client.delete):
             assert call(f"{writable.url}/v1/states/{name}").status_code == 404
-    check_error(httpx2.get(f"{writable.url}/v1/states/mine"), 400, "")
+    check_error(writable.get("/v1/states/mine"), 400, "")
     assert writable.openai.models.retrieve("small").states == ["mine"]
     assert len(list(tmp_path.iterdir())) == 3 and (tmp_path / "mine.state").read_text() == "mine"
 
@@ -137,7 +137,7 @@ def test_states_are_read_only_unless_there_is_a_limit(start: StartServer, tmp_pa
     for options in ({"states": tmp_path}, {"states_bytes": 1 << 20}):
         site = start(**options)
         check_error(save(site, "a", begun(site)[0]), 403, "--states-disk")
-        check_error(httpx2.delete(f"{site.url}/v1/states/book"), 403, "--states-disk")
+        check_error(site.client.delete("/v1/states/book"), 403, "--states-disk")
     assert [path.name for path in tmp_path.iterdir()] == ["book.state"]
 
 
@@ -155,7 +155,7 @@ def test_all_files_together_stay_below_the_limit(start: StartServer, tmp_path: P
     assert len(files) == 1 + codes.count(201)
     assert sum(path.stat().st_size for path in files) <= limit
     check_error(save(site, "z", response), 400, "Delete some")
-    assert httpx2.delete(f"{site.url}/v1/states/book").status_code == 200
+    assert site.client.delete("/v1/states/book").status_code == 200
     assert save(site, "s9", response).status_code == 201
 
 
@@ -239,7 +239,7 @@ READ: dict[str, tuple[int, list[tuple[list[Tensor], int]]]] = {
         ([A, B[1][:20], B[3]], 120), ([A[:99]], 96),
     ]),
     "a state without logits leaves one token to read": (20, [
-        ([A[:96], B[1][:5]], 0), ([A[:96], B[2][:5]], 0), ([A[:96]], 88), ([A[:96]], 96),
+        ([A[:96], B[1][:5]], 0), ([A[:96], B[2][:5]], 96), ([A[:96]], 0), ([A[:96]], 96),
     ]),
     "what two prompts share is known to the third": (9, [
         ([B[0], B[1][:40]], 0), ([B[0], B[2][:40]], 0), ([B[0], B[3][:40]], 48),
@@ -295,7 +295,7 @@ def texts_of(engine: Engine, prompts: list[Tensor], sampling: Sampling | None = 
 SHARED = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(0, 20)), min_size=1, max_size=8)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(prompts=SHARED, rows=st.integers(1, 3), piece=st.sampled_from([5, 16, None]), states=st.integers(1, 8))
 def test_a_hit_changes_no_token(
     model: gecko.Gecko, prompts: list[tuple[int, int, int]], rows: int, piece: int | None, states: int
@@ -303,15 +303,15 @@ def test_a_hit_changes_no_token(
     texts = [torch.cat([drawn_tokens(length, seed), drawn_tokens(more, 9)]) for seed, length, more in prompts]
     cache = PrefixCache(states * model.empty_state().num_bytes)
     cached, plain = Engine(model, rows=rows, piece=piece, prefix_cache=cache), Engine(model, rows=rows, piece=piece)
-    penalised = Sampling(0.9, repetition_penalty=1.3)  # it also depends on the tokens that were not read again
-    for sampling in (Sampling(0.9), penalised, penalised):
+    # The penalty also depends on the tokens that were not read again.
+    for sampling in (Sampling(0.9), Sampling(0.9, repetition_penalty=1.3)):
         for found, expected in zip(texts_of(cached, texts, sampling), texts_of(plain, texts, sampling), strict=True):
             assert [token for token, _ in found] == [token for token, _ in expected]
             assert [chance for _, chance in found] == pytest.approx([chance for _, chance in expected], abs=1e-4)
-    total = 3 * sum(len(prompt) for prompt in texts)
+    total = 2 * sum(len(prompt) for prompt in texts)
     for engine in (cached, plain):
         assert engine.prompt_tokens_read + engine.prefix_tokens_reused == total
-    assert cache.hits + cache.misses <= 3 * len(texts)
+    assert cache.hits + cache.misses <= 2 * len(texts)
 
 
 def test_other_states_and_weights_know_nothing(model: gecko.Gecko) -> None:

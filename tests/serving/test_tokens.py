@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from hypothesis import given
@@ -108,7 +107,7 @@ def test_an_answer_that_is_too_large_for_the_memory_is_refused(start: StartServe
 
 
 def test_the_key_is_needed(site: Site, keyed: Site) -> None:
-    assert httpx2.get(f"{site.url}/version").json() == {"version": __version__}
+    assert site.get("/version").json() == {"version": __version__}
     for path, good in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
         check_error(keyed.post(path, json=good), 401, "API key")
         check_error(keyed.post(path, json=good, headers={"Authorization": "Bearer Secret"}), 401, "API key")

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -231,7 +230,7 @@ def test_special_tokens_of_calls_do_not_end_an_answer(shared: StartServer) -> No
 
 def test_the_prompt_has_the_tools_and_the_history(tooled: Site) -> None:
     def count(**more: Any) -> int:
-        return httpx2.post(f"{tooled.url}/tokenize", json={"messages": ASK, **more}).json()["count"]
+        return tooled.client.post("/tokenize", json={"messages": ASK, **more}).json()["count"]
 
     answer = ask(tooled, max_tokens=1)
     assert answer.usage.prompt_tokens == count(tools=TOOLS) > count() + 100
@@ -409,7 +408,7 @@ def test_hostile_tools_do_not_delay_others(site: Site) -> None:
         for choice in ("auto", "required"):
             body = {"messages": ASK, **tools, "tool_choice": choice, "max_tokens": 9}
             assert site.post(CHAT, json=body).status_code in (200, 400)
-            assert httpx2.get(f"{site.url}/health", timeout=2).status_code == 200
+            assert site.get("/health", timeout=2).status_code == 200
     site.wait_until_idle()
 
 
@@ -424,4 +423,4 @@ def test_templates_that_hinder_are_told(shared: StartServer) -> None:
         response = site.post(CHAT, json={"messages": ASK, "tools": [tool("now")], "max_tokens": 3})
         if told:
             check_error(response, 400, told)
-        assert httpx2.get(f"{site.url}/health", timeout=2).status_code == 200
+        assert site.get("/health", timeout=2).status_code == 200
