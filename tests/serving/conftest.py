@@ -97,7 +97,7 @@ def site(shared: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="session")
 def keyed(shared: StartServer) -> Site:
     """Return a server that wants a key, and short bodies soon."""
-    limits = Limits(body_bytes=200_000, prompt_tokens=200_000, body_seconds=1)
+    limits = Limits(body_bytes=200_000, prompt_tokens=200_000, body_seconds=0.6)
     return shared(api_key="secret", allowed_hosts=("app.example",), limits=limits)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving.conftest import CONFIG
 from serving.sites import serving
@@ -94,6 +94,7 @@ def test_a_template_writes_special_tokens(template: TemplateChat, tokenizer: Tok
     "specials",
     [["¤", "<e>"], ["<s>", "<<s>>"], ["ab", "bc"], ["aba"], ["a", "b", "ab"], ["¤", "¤¤"]],
 )
+@settings(max_examples=40)
 @given(data=st.data())
 def test_messages_hold_text_only_whatever_special_tokens_look_like(specials: list[str], data: st.DataObject) -> None:
     """Special tokens may overlap, contain one another, or consist of one character."""

@@ -108,7 +108,7 @@ async def call(app: ASGIApp, send: Send, **asked: Any) -> None:
     await app(scope, incoming.get, send)
 
 
-def test_ten_thousand_requests_at_once(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_thousands_of_requests_at_once(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """As many as there are places are served; all others are refused for now."""
     limits = Limits(rows=8, queue=92)
     service = build_service(model, tokenizer, tmp_path, Options(limits=limits))
@@ -125,7 +125,7 @@ def test_ten_thousand_requests_at_once(model: gecko.Gecko, tokenizer: Tokenizer,
 
     async def ask_all() -> list[tuple[int, bytes | None]]:
         service.worker.start()
-        answers = await asyncio.gather(*(ask() for _ in range(10_000)))
+        answers = await asyncio.gather(*(ask() for _ in range(2_000)))
         assert service.admission.taken == 0
         assert (await ask())[0] == 200
         await service.worker.close()

@@ -175,7 +175,7 @@ def test_texts_ids_and_choices_get_the_same(site: Site) -> None:
 
 def test_known_beginnings_and_long_prompts(site: Site, model: gecko.Gecko) -> None:
     """The whole prompt has log-probabilities, although the prefix cache knows it and its pieces are many."""
-    ids = document("many words, " * 800)
+    ids = document("many words, " * 300)
     site.post(json={**OK, "prompt": ids})
     own = distributions(model, ids)[range(len(ids) - 1), ids[1:]]
     for _ in range(2):
