@@ -96,9 +96,15 @@ def site(shared: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def keyed(shared: StartServer) -> Site:
-    """Return a server that wants a key, and short bodies soon."""
-    limits = Limits(body_bytes=200_000, prompt_tokens=200_000, body_seconds=0.6)
+    """Return a server that wants a key."""
+    limits = Limits(body_bytes=200_000, prompt_tokens=200_000)
     return shared(api_key="secret", allowed_hosts=("app.example",), limits=limits)
+
+
+@pytest.fixture(scope="session")
+def hasty(shared: StartServer) -> Site:
+    """Return a server that waits for a body, or for a client that reads, for a moment only."""
+    return shared(api_key="secret", limits=Limits(body_seconds=0.3))
 
 
 @pytest.fixture

@@ -168,8 +168,8 @@ def test_bodies_that_are_too_large_get_413(site: Site) -> None:
     assert site.post(json=OK).status_code == 200
 
 
-def test_bodies_that_never_end_get_408(keyed: Site) -> None:
-    with keyed.connect() as connection:
+def test_bodies_that_never_end_get_408(hasty: Site) -> None:
+    with hasty.connect() as connection:
         connection.sendall(head_of("Authorization: Bearer secret\r\nContent-Length: 100") + b"{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 

@@ -99,8 +99,7 @@ class Service:
             raise
 
     async def whole(self, answer: Answer) -> bytes:
-        """Return an answer that is not streamed, encoded outside the event loop: with log-probabilities it may be
-        large."""
+        """Return an answer that is not streamed; with log-probabilities it may be large."""
         pieces = await answer.whole()
 
         def work() -> bytes:

@@ -160,30 +160,22 @@ def few(kind: type, most: int, least: int = 0) -> Json:
 def _prompt(value: Any, name: str, texts: bool) -> list[str] | list[Ids]:
     if isinstance(value, str):
         return [value]
-    # Each value is tested by a function in Python: one call in C for a long list would hold the GIL until it returns.
     if isinstance(value, list) and value:
-        if all(map(_is_text, value)) or all(map(_is_ids, value)):
+        if _are(str, value) or all(_are(int, each) for each in value):
             return value
-        if _is_ids(value):
+        if _are(int, value):
             return [value]
     raise _wrong(name, "must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_id, value))
+def _are(kind: type, values: Any) -> bool:
+    # Each value is tested in Python: one call in C for a long list would hold the GIL until it returns.
+    return isinstance(values, list) and all(type(each) is kind for each in values)
 
 
 def _stop(value: Any, name: str, texts: bool) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(map(_is_text, stops)) or len(stops) > _MAX_STOPS:
+    if not _are(str, stops) or len(stops) > _MAX_STOPS:
         raise _wrong(name, f"must be a text or a list of at most {_MAX_STOPS} texts")
     if not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
         raise _wrong(name, f"must have 1 to {_MAX_STOP_LENGTH} characters in every stop string")
