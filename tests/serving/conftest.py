@@ -1,13 +1,17 @@
 """A small model, and real servers of it on the loopback interface."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from serving.sites import Site, serving
+from serving.templates import SPECIALS
 
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
@@ -62,14 +66,45 @@ def start(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[
         yield lambda **options: stack.enter_context(serving(model, tokenizer, tmp_path, **options))
 
 
-@pytest.fixture(scope="module")
-def site(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+@pytest.fixture(scope="session")
+def shared(
+    model: gecko.Gecko, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Site]]:
+    """Return a function that returns a server with its own options, one for all tests that ask for the same."""
+    with ExitStack() as stack:
+
+        @cache
+        def get(template: str | None = None, tokenizer: Tokenizer = tokenizer, **options: Any) -> Site:
+            folder = tmp_path_factory.mktemp("model")
+            if template is not None:
+                added = {str(index): {"content": name, "special": True} for name, index in SPECIALS.items()}
+                (folder / "chat_template.jinja").write_text(template)
+                (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+            return stack.enter_context(serving(model, tokenizer, folder, **options))
+
+        yield get
+
+
+@pytest.fixture(scope="session")
+def site(shared: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Return the server that most tests share."""
     limits = Limits(rows=4, queue=40, body_bytes=200_000, prompt_tokens=50_000)
-    states = tmp_path_factory.mktemp("states")
-    with serving(model, tokenizer, states, limits=limits, prefix_cache_bytes=1 << 20, states=states) as site:
-        yield site
-        site.wait_until_idle()
+    site = shared(limits=limits, prefix_cache_bytes=1 << 20, states=tmp_path_factory.mktemp("states"))
+    yield site
+    site.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def keyed(shared: StartServer) -> Site:
+    """Return a server that wants a key."""
+    limits = Limits(body_bytes=200_000, prompt_tokens=200_000)
+    return shared(api_key="secret", allowed_hosts=("app.example",), limits=limits)
+
+
+@pytest.fixture(scope="session")
+def hasty(shared: StartServer) -> Site:
+    """Return a server that waits for a body, or for a client that reads, for a moment only."""
+    return shared(api_key="secret", limits=Limits(body_seconds=0.3))
 
 
 @pytest.fixture

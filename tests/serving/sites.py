@@ -1,16 +1,18 @@
-"""Real servers of a small model, on the loopback interface."""
+"""Real servers of a small model, on the loopback interface, and waiting for what they do."""
 
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import torch
-from serving.waiting import until
 
 import gecko
 from gecko.data import Tokenizer
@@ -18,9 +20,19 @@ from gecko.serving.app import Service
 from gecko.serving.options import Options
 from gecko.serving.server import Server, build_service, open_socket
 
+PATIENCE = 30.0
+JSON = {"Content-Type": "application/json"}
 OK = {"prompt": "abc", "max_tokens": 3}
 """A valid request."""
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Return as soon as ``holds()`` is true; fail after ``PATIENCE`` seconds."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, "it did not come about in time"
+        time.sleep(0.01)
 
 
 def alone(model: gecko.Gecko, ids: list[int], tokens: int, **options: Any) -> str:
@@ -51,16 +63,41 @@ class Site:
     server: Server
     url: str
 
-    @property
+    @cached_property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0)
+        headers = {"Connection": "close"}
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0, default_headers=headers)
+
+    @cached_property
+    def client(self) -> httpx2.Client:
+        """One client for all requests, each on a connection of its own: reading certificates takes longer."""
+        return httpx2.Client(base_url=self.url, verify=False, timeout=60, headers={"Connection": "close"})
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.get(path, **options)
 
     def post(self, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
-        return httpx2.post(f"{self.url}{path}", timeout=60, **options)
+        return self.client.post(path, **options)
+
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), PATIENCE)
+
+    def talk(self, message: bytes, *, ends: bool = False) -> bytes:
+        """Send a message, end this side if it ``ends``, and return all that is sent until the connection is closed."""
+        found = bytearray()
+        with self.connect() as connection, suppress(OSError):  # the server may close it before it has read all
+            with suppress(OSError):
+                connection.sendall(message)
+                if ends:
+                    connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 16):
+                found += part
+        return bytes(found)
 
     def numbers(self) -> dict[str, float]:
         """Return all values of ``/metrics``, by name with labels."""
-        lines = httpx2.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
     def wait_until_idle(self) -> None:
@@ -82,6 +119,12 @@ def serving(model: gecko.Gecko, tokenizer: Tokenizer, folder: Path, **options: A
         server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
+
+
+def head_of(headers: str, path: str = "/v1/completions", method: str = "POST") -> bytes:
+    """Return the head of a request with a JSON body."""
+    kind = "Content-Type: application/json\r\n" if method == "POST" else ""
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{kind}{headers}\r\n\r\n".encode()
 
 
 def check_error(response: httpx2.Response, status: int, told: str) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving.conftest import CONFIG
 from serving.sites import serving
@@ -25,12 +25,16 @@ TEMPLATE = """{%- for message in messages %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+BYTES = load_tokenizer("bytes")
 
 
 def messages(*spoken: tuple[str, str]) -> list[Turn]:
     return [Turn(role, content) for role, content in spoken]
+
+
+A = messages(("user", "a"))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     library.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
     return folder
 
 
@@ -60,8 +64,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def template(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> TemplateChat:
-    found = find_format(tokenizer, tmp_path_factory.mktemp("model"))
+def template(tokenizer: Tokenizer, folder: Path) -> TemplateChat:
+    found = find_format(tokenizer, folder / "model")
     assert isinstance(found, TemplateChat)
     return found
 
@@ -90,6 +94,7 @@ def test_a_template_writes_special_tokens(template: TemplateChat, tokenizer: Tok
     "specials",
     [["¤", "<e>"], ["<s>", "<<s>>"], ["ab", "bc"], ["aba"], ["a", "b", "ab"], ["¤", "¤¤"]],
 )
+@settings(max_examples=40)
 @given(data=st.data())
 def test_messages_hold_text_only_whatever_special_tokens_look_like(specials: list[str], data: st.DataObject) -> None:
     """Special tokens may overlap, contain one another, or consist of one character."""
@@ -97,22 +102,15 @@ def test_messages_hold_text_only_whatever_special_tokens_look_like(specials: lis
     content = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=8)))
     template = specials[0] + "{{ messages[0].content }}x{{ eos_token }}" + specials[-1]
     ids = {special: 300 + index for index, special in enumerate(specials)}
-    encoded = TemplateChat(load_tokenizer("bytes"), template, ids, "a test").encode(messages(("user", f"x{content}")))
+    encoded = TemplateChat(BYTES, template, ids, "a test").encode(messages(("user", f"x{content}")))
     assert (encoded[0], encoded[-1]) == (300, 299 + len(specials))
     assert bytes(encoded[1:-1]).decode() == f"x{content}x"
 
 
-@given(st.lists(st.sampled_from([*SPECIALS, "<|im_", "end|>", "\ue000", "\ue002", "a", " ", "é"]), max_size=8))
-def test_messages_hold_text_only(template: TemplateChat, tokenizer: Tokenizer, parts: list[str]) -> None:
-    content = "".join(parts)
-    spelled = spell(tokenizer, template.encode(messages(("user", f"x{content}x"))))
-    assert spelled == ["", 0, f"user\nx{content}x", 1, "\n", 0, "assistant\n"]
-
-
 def test_an_answer_ends_where_the_template_closes_a_turn(folder: Path, tmp_path: Path) -> None:
     """Also if documents end with another token."""
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
     shutil.copy(folder / "tokenizer.json", tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     model = gecko.Gecko(replace(CONFIG, vocab_size=tokenizer.vocab_size))
@@ -124,27 +122,20 @@ def test_an_answer_ends_where_the_template_closes_a_turn(folder: Path, tmp_path:
             assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop"), special
 
 
-def test_where_templates_are_found(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_where_templates_are_found(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder one stands in is not the tokenizer's."""
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}yes"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    bytes_tokenizer = load_tokenizer("bytes")
-    assert find_format(bytes_tokenizer, tmp_path).encode(messages(("user", "a"))) == [256, *b"yes"]
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert find_format(bytes_tokenizer, tmp_path).encode(messages(("user", "a"))) == list(b"file")
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"chat_template": named}))
+    assert find_format(BYTES, tmp_path).encode(A) == [256, *b"yes"]
+    (tmp_path / TEMPLATE_FILE).write_text("file")
+    assert find_format(BYTES, tmp_path).encode(A) == list(b"file")
+    assert find_format(BYTES, tmp_path).source == f"the template in {tmp_path / TEMPLATE_FILE}"
     assert isinstance(find_format(tokenizer, tmp_path), TemplateChat)
-    assert find_format(tokenizer, tmp_path).encode(messages(("user", "a")))[0] == 0
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert isinstance(find_format(bytes_tokenizer, tmp_path), PlainChat)
-
-
-def test_several_templates_without_a_default_are_refused(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "no"}, {"name": "rag", "template": "no"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    with pytest.raises(ValueError, match=rf"named 'default'.* has \['rag', 'tool_use'\]\. .*{TEMPLATE_FILE}\.$"):
-        find_format(load_tokenizer("bytes"), tmp_path)
-    (tmp_path / TEMPLATE_FILE).write_text("yes")
-    assert find_format(load_tokenizer("bytes"), tmp_path).source == f"the template in {tmp_path / TEMPLATE_FILE}"
+    assert find_format(tokenizer, tmp_path).encode(A)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(find_format(BYTES, tmp_path / "model"), PlainChat)
 
 
 def test_a_tokenizer_of_the_hub_brings_its_template(
@@ -163,19 +154,19 @@ def test_a_tokenizer_of_the_hub_brings_its_template(
         return str(shutil.copy(tmp_path / "hub" / file, cache))
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
-    for name in ("tokenizer_config.json", TEMPLATE_FILE):
+    for name in (CONFIG_FILE, TEMPLATE_FILE):
         if name == TEMPLATE_FILE:
             (tmp_path / "hub" / name).write_text(TEMPLATE)
         chat = find_format(load_tokenizer("someone/model"), tmp_path)
         assert chat.source == f"the template in {cache / name}"
-        assert chat.encode(messages(("user", "a")))[0] == 0
+        assert chat.encode(A)[0] == 0
 
 
 def test_special_tokens_are_the_tokenizers_wherever_the_template_lies(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE + "{{ eos_token }}")
+    (tmp_path / "model" / TEMPLATE_FILE).write_text(TEMPLATE + "{{ eos_token }}")
     tokenizer = load_tokenizer(str(tmp_path))
     ids = find_format(tokenizer, tmp_path / "model").encode(messages(("user", "Hi<|im_end|>")))
     assert spell(tokenizer, ids) == ["", 0, "user\nHi<|im_end|>", 1, "\n", 0, "assistant\n", 1, ""]
@@ -189,7 +180,7 @@ def test_a_template_beside_a_sentencepiece_model(tmp_path: Path) -> None:
         vocab_size=40, hard_vocab_limit=False, minloglevel=2, control_symbols=["<turn>"],
     )  # fmt: skip
     template = "{{ bos_token }}{% for m in messages %}<turn>{{ m.content }}{{ eos_token }}{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / TEMPLATE_FILE).write_text(template)
     tokenizer = load_tokenizer(str(tmp_path))
     ids = find_format(tokenizer, tmp_path / "model").encode(messages(("user", "hello")))
     start, end = tokenizer.document_start, tokenizer.document_end
@@ -197,20 +188,11 @@ def test_a_template_beside_a_sentencepiece_model(tmp_path: Path) -> None:
     assert spell(tokenizer, ids) == ["", start, "", turn, "hello", end, ""]
 
 
-def test_the_folder_one_stands_in_is_not_the_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "chat_template.jinja").write_text("no")
-    monkeypatch.chdir(tmp_path / "here")
-    assert isinstance(find_format(load_tokenizer("bytes"), tmp_path), PlainChat)
-
-
 def test_the_plain_format_grows_at_its_end() -> None:
     """The prompt of a conversation is a prefix of all later ones, so that a prefix cache helps."""
-    plain = PlainChat(load_tokenizer("bytes"))
-    asked = [("system", "Be short."), ("user", "Hi")]
+    plain, asked = PlainChat(BYTES), [("system", "Be short."), ("user", "Hi")]
     first = plain.encode(messages(*asked))
-    assert bytes(first[1:]) == b"System: Be short.\n\nUser: Hi\n\nAssistant:"
-    assert first[0] == 256
+    assert first == [256, *b"System: Be short.\n\nUser: Hi\n\nAssistant:"]
     then = plain.encode(messages(*asked, ("assistant", " Hello there"), ("user", "Bye")))
     assert then[: len(first) + 12] == first + list(b" Hello there")
 
@@ -225,13 +207,12 @@ def test_the_plain_format_grows_at_its_end() -> None:
     ],
 )
 def test_templates_that_fail(template: str, told: str) -> None:
-    chat = TemplateChat(load_tokenizer("bytes"), template, {}, "a test")
     with pytest.raises(ValueError, match=told):
-        chat.encode(messages(("user", "a")))
+        TemplateChat(BYTES, template, {}, "a test").encode(A)
 
 
 def test_a_template_says_no_more_than_a_line() -> None:
-    chat = TemplateChat(load_tokenizer("bytes"), "{{ raise_exception(messages[0].content) }}", {}, "a test")
+    chat = TemplateChat(BYTES, "{{ raise_exception(messages[0].content) }}", {}, "a test")
     with pytest.raises(ValueError, match="refuses") as caught:
         chat.encode(messages(*[("user", "a" * 1000), ("assistant", "b")] * 1000))
     assert len(str(caught.value)) < 1000
@@ -244,43 +225,29 @@ def test_what_templates_may_use() -> None:
         "{% set said = 1 %}{% generation %}{% set said = 2 %}[{{ said }}]{% endgeneration %}{{ said }}"
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
     )
-    chat = TemplateChat(load_tokenizer("bytes"), template, {}, "a test")
-    assert (
-        bytes(chat.encode(messages(("user", "a"), ("user", "b")))).decode()
-        == '4{"a": "é<"}{"a":1,"b":"\\u00e9"}[2]1user'
-    )
+    written = bytes(TemplateChat(BYTES, template, {}, "a test").encode(A * 2)).decode()
+    assert written == '4{"a": "é<"}{"a":1,"b":"\\u00e9"}[2]1user'
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer("bytes")
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold a tokenizer as JSON"):
-        find_format(tokenizer, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="JSON object"):
-        find_format(tokenizer, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
-    with pytest.raises(ValueError, match="valid Jinja"):
-        find_format(tokenizer, tmp_path)
+DAMAGED = {
+    "{": r"tokenizer_config\.json must hold a tokenizer as JSON",
+    "[]": "JSON object",
+    '{"chat_template": "{% if %}"}': "valid Jinja",
+    '{"chat_template": [{"name": "tool_use", "template": "no"}, {"name": "rag", "template": "no"}]}':
+        rf"named 'default'.* has \['rag', 'tool_use'\]\. .*{TEMPLATE_FILE}\.$",
+    '{"chat_template": {"a": 1}}': "must hold a chat_template that is text; got a dict",
+    '{"chat_template": [{"name": "default", "template": ["x"]}]}': "chat_template that is text; got a list",
+    '{"chat_template": [{"name": ["x"], "template": "y"}]}': "must be named 'default'",
+    '{"chat_template": [1]}': "must hold a tokenizer",
+    '{"chat_template": "x", "added_tokens_decoder": {"x": {"content": "a"}}}': "must hold a tokenizer",
+    '{"chat_template": "x", "added_tokens_decoder": {"1": {"content": ["a"]}}}': "content of a token is no text",
+    '{"chat_template": "x", "added_tokens_decoder": {"1": {"content": "a", "id": []}}}': "must hold a tokenizer",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({"chat_template": {"a": 1}}, "must hold a chat_template that is text; got a dict"),
-        (
-            {"chat_template": [{"name": "default", "template": ["x"]}]},
-            "chat_template that is text; got a list",
-        ),
-        ({"chat_template": [{"name": ["x"], "template": "y"}]}, "must be named 'default'"),
-        ({"chat_template": [1]}, "must hold a tokenizer"),
-        ({"chat_template": "x", "added_tokens_decoder": {"x": {"content": "a"}}}, "must hold a tokenizer"),
-        ({"chat_template": "x", "added_tokens_decoder": {"1": {"content": ["a"]}}}, "content of a token is no text"),
-        ({"chat_template": "x", "added_tokens_decoder": {"1": {"content": "a", "id": []}}}, "must hold a tokenizer"),
-    ],
-)
-def test_fields_of_another_type_are_named(tmp_path: Path, config: dict[str, Any], told: str) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=told) as error:
-        find_format(load_tokenizer("bytes"), tmp_path)
-    assert str(tmp_path) in str(error.value)
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_damaged_files_are_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / CONFIG_FILE).write_text(content)
+    with pytest.raises(ValueError, match=DAMAGED[content]) as error:
+        find_format(BYTES, tmp_path)
+    assert str(tmp_path) in str(error.value) or "Jinja" in str(error.value)

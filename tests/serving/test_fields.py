@@ -2,9 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,108 +12,92 @@ from serving.conftest import StartServer
 from serving.sites import GREEDY, OK, Site, alone, check_error, document
 
 import gecko
-from gecko.serving.options import Limits
 
-# ---- Fields of a request beyond sampling: each does what it says alone, in a stream, in chat, and for every choice.
-
-QUESTION: Any = [{"role": "user", "content": "Hi"}]
-END = 256
-"""The end token of the bytes tokenizer."""
-
-
-def answers(site: Site, **asked: Any) -> list[tuple[str, str]]:
-    """Return text and finish reason of every choice, whole, and assert that a stream and a chat agree."""
-    options = {"extra_body": asked.pop("extra_body", {}), **GREEDY, **asked}
-    whole = site.openai.completions.create(prompt="abc", **options)
-    found = [(choice.text, choice.finish_reason) for choice in whole.choices]
-    texts, reasons = [""] * len(found), [""] * len(found)
-    for chunk in site.openai.completions.create(prompt="abc", stream=True, **options):
-        choice = chunk.choices[0]
-        texts[choice.index] += choice.text
-        reasons[choice.index] = choice.finish_reason
-    assert list(zip(texts, reasons, strict=True)) == found
-    return found
+COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+HI: Any = [{"role": "user", "content": "Hi"}]
+ASKED: dict[str, dict[str, Any]] = {
+    COMPLETION: {"prompt": "abc", "max_tokens": 30, "n": 2},
+    CHAT: {"messages": HI, "max_tokens": 30, "n": 2},
+    RESPONSE: {"input": "Hi", "max_output_tokens": 30},
+}
 
 
-def chat(site: Site, **asked: Any) -> openai.types.chat.chat_completion.Choice:
-    return site.openai.chat.completions.create(messages=QUESTION, **{**GREEDY, **asked}).choices[0]
+def answers(site: Site, path: str, **asked: Any) -> list[tuple[str, str]]:
+    """Return text and reason of the end of every choice, and assert that they are those of a stream."""
+    body = {**ASKED[path], "temperature": 0, **asked}
+    whole, stream = (site.post(path, json={**body, "stream": streamed}) for streamed in (False, True))
+    assert whole.status_code == 200, whole.text
+    found = whole.json()
+    events = [json.loads(line[6:]) for line in stream.text.split("\n") if line.startswith("data: {")]
+    if path == RESPONSE:
+        written = "".join(event["delta"] for event in events if event["type"].endswith("text.delta"))
+        assert written == found["output"][0]["content"][0]["text"]
+        assert events[-1]["response"]["status"] == found["status"]
+        return [(written, "length" if found["status"] == "incomplete" else "stop")]
+    ends = []
+    for choice in found["choices"]:
+        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+        texts = [part["text"] if path == COMPLETION else part["delta"].get("content", "") for part in parts]
+        assert "".join(texts) == (choice["text"] if path == COMPLETION else choice["message"]["content"])
+        assert texts[-1] == "" and parts[-1]["logprobs"] is None, "clients drop the text of the last chunk"
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        ends.append(("".join(texts), choice["finish_reason"]))
+    return ends
 
 
-def test_penalties_are_those_of_generate(site: Site, model: gecko.Gecko) -> None:
-    free = alone(model, document("abc"), 30, temperature=0)
-    for penalties in ({"presence_penalty": 2.0}, {"frequency_penalty": 1.5}, {"frequency_penalty": -1, "seed": 3}):
-        expected = alone(model, document("abc"), 30, temperature=0, **{k: v for k, v in penalties.items() if "p" in k})
-        assert answers(site, max_tokens=30, n=2, **penalties) == [(expected, "length")] * 2
-        assert expected != free or penalties.get("frequency_penalty") == -1
-    prompt = list(b"User: Hi\n\nAssistant:")
-    expected = alone(model, [END, *prompt], 30, temperature=0, presence_penalty=1.0)
-    assert chat(site, max_tokens=30, presence_penalty=1.0).message.content == expected
-    drawn = site.post(json={**OK, "max_tokens": 30, "seed": 5, "frequency_penalty": 0.8}).json()["choices"][0]["text"]
-    assert drawn == alone(model, document("abc"), 30, seed=5, frequency_penalty=0.8)
+ENDS = {"logit_bias": {"256": 100}}
+"""The end of the document is the most likely token."""
+Case = Callable[[str, Callable[..., str]], tuple[dict[str, Any], str, str]]
+FIELDS: list[Case] = [
+    lambda text, write: ({}, text, "length"),
+    lambda text, write: ({"presence_penalty": 2.0}, write(presence_penalty=2.0), "length"),
+    lambda text, write: ({"frequency_penalty": 1.5, "seed": 3}, write(frequency_penalty=1.5), "length"),
+    lambda text, write: ({"frequency_penalty": -1}, write(frequency_penalty=-1), "length"),
+    lambda text, write: ({"repetition_penalty": 9}, write(repetition_penalty=9), "length"),
+    lambda text, write: ({"temperature": 1, "top_k": 1}, text, "length"),
+    lambda text, write: ({"temperature": 1, "min_p": 1}, text, "length"),
+    lambda text, write: ({"temperature": 2, "top_p": 0}, text, "length"),
+    lambda text, write: ({"logit_bias": {"81": 100}}, "Q" * 30, "length"),
+    lambda text, write: ({"logit_bias": {"226": 100}}, "\ufffd" * 30, "length"),
+    lambda text, write: ({"stop": text[20:23]}, text.partition(text[20:23])[0], "stop"),
+    lambda text, write: ({"stop": ["@@", text[9]]}, text.partition(text[9])[0], "stop"),
+    lambda text, write: ({"stop": text[-2:] + "?"}, text, "length"),
+    lambda text, write: ({"stop": text[3:5], "min_tokens": 30}, text, "length"),
+    lambda text, write: ({"stop_token_ids": [ord(text[12]), 0]}, text.partition(text[12])[0], "stop"),
+    lambda text, write: (ENDS, "", "stop"),
+    lambda text, write: ({**ENDS, "min_tokens": 7}, text[:7], "stop"),
+    lambda text, write: ({**ENDS, "min_tokens": 30}, text, "length"),
+    lambda text, write: ({**ENDS, "ignore_eos": True}, "", "length"),
+    lambda text, write: ({**ENDS, "ignore_eos": True, "stop_token_ids": [256]}, "", "stop"),
+]
+"""Fields, what the model then writes in place of its text, and why it ends."""
 
 
-@pytest.mark.parametrize("ends", [{"logit_bias": {"256": 100}}, {"extra_body": {"stop_token_ids": [97, 256, 98]}}])
-def test_no_end_before_the_least_number_of_tokens(site: Site, ends: dict[str, Any]) -> None:
-    """The bias makes the end of the document the most likely token; of the letters, some end the answer."""
-    ((free, reason),) = answers(site, max_tokens=20, **ends)
-    if "logit_bias" in ends:
-        assert (free, reason) == ("", "stop")
-    for least in (1, 7, 20):
-        more = {**ends, "extra_body": {"min_tokens": least, **ends.get("extra_body", {})}}
-        for text, reason in answers(site, max_tokens=20, n=2, **more):
-            assert len(text) >= least
-            assert reason == ("length" if len(text) == 20 else "stop")
-            if "logit_bias" in ends:
-                assert len(text) == least
-            else:
-                assert not set(text) & set("ab")
+@pytest.mark.parametrize("path", ASKED)
+def test_every_field_does_what_it_says(site: Site, model: gecko.Gecko, path: str) -> None:
+    """In a whole answer, in a stream and for every choice."""
+    ids = document("abc" if path == COMPLETION else "User: Hi\n\nAssistant:")
+
+    def write(**options: Any) -> str:
+        return alone(model, ids, 30, temperature=0, **options)
+
+    free = write()
+    for case in FIELDS:
+        fields, text, reason = case(free, write)
+        assert answers(site, path, **fields) == [(text, reason)] * ASKED[path].get("n", 1), fields
 
 
-def test_stop_strings_wait_for_the_least_number_of_tokens(site: Site, model: gecko.Gecko) -> None:
-    whole = alone(model, document("abc"), 40, temperature=0)
-    stop = whole[3:5]
-    later = whole.find(stop, 10)
-    expected = (whole, "length") if later < 0 else (whole[:later], "stop")
-    assert answers(site, max_tokens=40, stop=stop) == [(whole[: whole.find(stop)], "stop")]
-    assert answers(site, max_tokens=40, stop=stop, extra_body={"min_tokens": 10}) == [expected]
-
-
-def test_ignored_ends_are_read_like_other_tokens(site: Site, model: gecko.Gecko) -> None:
-    biased: Any = {"logit_bias": {"256": 100}, "max_tokens": 6}
-    body = {"ignore_eos": True}
-    assert answers(site, extra_body=body, **biased) == [("", "length")]
-    answer = site.openai.completions.create(prompt="abc", extra_body=body, **GREEDY, **biased)
-    assert (answer.usage.completion_tokens, answer.choices[0].position) == (6, 10)
-    assert chat(site, extra_body=body, **biased).finish_reason == "length"
-    assert answers(site, extra_body={"ignore_eos": True, "stop_token_ids": [256]}, **biased) == [("", "stop")]
-
-
-def test_ids_that_stop_are_not_part_of_the_text(site: Site, model: gecko.Gecko) -> None:
-    whole = alone(model, document("abc"), 30, temperature=0)
-    stop = ord(whole[12])
-    expected = whole[: whole.find(whole[12])]
-    assert answers(site, max_tokens=30, n=2, extra_body={"stop_token_ids": [stop, 0]}) == [(expected, "stop")] * 2
-    prompt = [END, *b"User: Hi\n\nAssistant:"]
-    spoken = alone(model, prompt, 30, temperature=0)
-    choice = chat(site, max_tokens=30, extra_body={"stop_token_ids": [ord(spoken[9])]})
-    assert (choice.message.content, choice.finish_reason) == (spoken[: spoken.find(spoken[9])], "stop")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_choices_read_their_prompt_once(site: Site, stream: bool) -> None:
+def test_choices_read_their_prompt_once(site: Site) -> None:
     """Also if there are more choices than rows; the prompt is new to the prefix cache."""
-    site.wait_until_idle()
-    before = site.numbers()["gecko_prompt_tokens_total"]
-    prompt = f"a prompt of its own, {stream}, " * 9
-    asked = {"prompt": prompt, "n": 11, "max_tokens": 3, "stream": stream}
-    response = site.post(json=asked)
-    assert response.status_code == 200
-    assert site.numbers()["gecko_prompt_tokens_total"] - before == len(document(prompt))
+    for stream in (False, True):
+        site.wait_until_idle()
+        before = site.numbers()["gecko_prompt_tokens_total"]
+        prompt = list(f"a prompt of its own, {stream}, ".encode() * 9)
+        assert site.post(json={"prompt": prompt, "n": 11, "max_tokens": 3, "stream": stream}).status_code == 200
+        assert site.numbers()["gecko_prompt_tokens_total"] - before == len(prompt)
 
 
 # ---- Structured output over HTTP, with OpenAI's client.
-
-CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0}
 
 
 class City(BaseModel):
@@ -127,27 +111,26 @@ class City(BaseModel):
 
 
 def test_chat_parses_to_a_model(site: Site) -> None:
-    answer = site.openai.chat.completions.parse(response_format=City, max_tokens=200, n=3, seed=1, **CHAT)
+    answer = site.openai.chat.completions.parse(
+        model="small", messages=HI, response_format=City, max_tokens=200, n=3, seed=1, temperature=1.0
+    )
     assert all(choice.finish_reason == "stop" and choice.message.parsed is not None for choice in answer.choices)
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
 def test_every_form_of_constraint(site: Site, path: str) -> None:
-    asked = {**CHAT, "max_tokens": 300} if "chat" in path else {"prompt": "abc", "max_tokens": 300}
-
     def write(**more: Any) -> str:
-        answer = site.post(path, json={**asked, **more})
-        assert answer.status_code == 200, answer.text
-        (choice,) = answer.json()["choices"]
-        assert choice["finish_reason"] == "stop"
-        return choice["text"] if "text" in choice else choice["message"]["content"]
+        ((text, reason),) = answers(site, path, **{"max_tokens": 300, "n": 1, "temperature": 1, "seed": 1, **more})
+        assert reason == "stop"
+        return text
 
     schema = City.model_json_schema()
     formatted = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
     for more in (
         {"response_format": formatted}, {"structured_outputs": {"json": schema}},
         {"structured_outputs": {"json": json.dumps(schema)}},
+        {"response_format": {"type": "json_object", "schema": schema}},
     ):  # fmt: skip
         City.model_validate_json(write(**more))
     brace = {"logit_bias": {"125": 100}}
@@ -155,17 +138,10 @@ def test_every_form_of_constraint(site: Site, path: str) -> None:
     assert json.loads(write(structured_outputs={"json_object": True}, **brace)) == {}
     assert re.fullmatch(r"[0-9]{3}-é", write(structured_outputs={"regex": r"[0-9]{3}-é"}))
     assert write(structured_outputs={"choice": ["yes!", "no (never)"]}) in ("yes!", "no (never)")
-
-
-def test_a_stream_joins_to_the_whole_and_says_where_it_is_cut(site: Site) -> None:
-    outputs = {"structured_outputs": {"regex": "[a-z]{5}[0-9]{40}"}}
-    whole = site.openai.completions.create(prompt="abc", max_tokens=30, extra_body=outputs, **GREEDY).choices[0]
-    assert re.fullmatch("[a-z]{5}[0-9]{25}", whole.text)
-    chunks = list(
-        site.openai.completions.create(prompt="abc", max_tokens=30, extra_body=outputs, stream=True, **GREEDY)
-    )
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
-    assert (chunks[-1].choices[0].finish_reason, whole.finish_reason) == ("length", "length")
+    # The plain format ends an answer where the user would speak; a constrained one ends where it is complete.
+    assert write(structured_outputs={"choice": ["a\n\nUser: b"]}) == "a\n\nUser: b"
+    cut = answers(site, path, structured_outputs={"regex": "[a-z]{5}[0-9]{40}"})
+    assert all(re.fullmatch("[a-z]{5}[0-9]{25}", text) and reason == "length" for text, reason in cut)
 
 
 def test_requests_beside_a_constrained_one_are_as_if_alone(site: Site) -> None:
@@ -178,15 +154,8 @@ def test_requests_beside_a_constrained_one_are_as_if_alone(site: Site) -> None:
     site.wait_until_idle()
 
 
-def test_a_constraint_holds_for_the_stop_strings_of_the_chat(site: Site) -> None:
-    """The plain format ends an answer where the user would speak; a constrained one ends where it is complete."""
-    outputs = {"structured_outputs": {"choice": ["a\n\nUser: b"]}}
-    answer = site.openai.chat.completions.create(extra_body=outputs, max_tokens=50, **CHAT)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("a\n\nUser: b", "stop")
-
-
-def test_hostile_constraints_are_refused_and_no_other_request_waits(start: StartServer) -> None:
-    site = start(limits=Limits(rows=4, queue=40))
+def test_hostile_constraints_are_refused_and_no_other_request_waits(shared: StartServer) -> None:
+    site = shared(prefix_cache_bytes=0)
     wide = {"allOf": [{"anyOf": [{"properties": {f"p{i}_{j}": {}}} for j in range(4)]} for i in range(6)]}
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(40):
@@ -208,4 +177,4 @@ def test_hostile_constraints_are_refused_and_no_other_request_waits(start: Start
 def test_a_server_without_the_library_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     check_error(site.post(json={**OK, "structured_outputs": {"regex": "a"}}), 400, "gecko-lm[serve]")
-    assert httpx2.get(f"{site.url}/health").status_code == 200
+    assert site.get("/health").status_code == 200

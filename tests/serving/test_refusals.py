@@ -4,16 +4,13 @@ import json
 from dataclasses import fields
 from typing import Any
 
-import httpx2
 import openai
 import pytest
-from serving.conftest import StartServer
-from serving.sites import OK, Site, check_error
+from serving.sites import JSON, OK, Site, check_error, head_of
 
 from gecko.serving.chat_requests import ChatRequest
 from gecko.serving.fields import is_required
 from gecko.serving.limits import ApiError
-from gecko.serving.options import Limits
 from gecko.serving.protocol import CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
@@ -41,6 +38,7 @@ BAD_VALUES: dict[str, list[Any]] = {
 }  # fmt: skip
 """Values that are refused with the name of their field."""
 
+ONLY_ENDS = {str(token): -100 for token in range(264) if token not in (97, 256)}
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     *[({name: value}, name) for name, values in BAD_VALUES.items() for value in values],
     *[({"prompt": prompt}, "0..263") for prompt in ([-1], [264], [10**30], [[1], [2, 264]])],
@@ -52,15 +50,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": (1 << 64) - 2, "n": 3}, "seed + n"),
     ({"logit_bias": dict.fromkeys(map(str, range(264)), -100)}, "logit_bias must leave a token"),
     ({"structured_outputs": {"choice": ["ab"]}, "logit_bias": {"97": -100}}, "no token"),
-    (
-        {
-            "max_tokens": 3,
-            "min_tokens": 1,
-            "stop_token_ids": [97],
-            "logit_bias": {str(token): -100 for token in range(264) if token not in (97, 256)},
-        },
-        "stop_tokens and logit_bias",
-    ),
+    ({"min_tokens": 1, "stop_token_ids": [97], "logit_bias": ONLY_ENDS}, "stop_tokens and logit_bias"),
     ({"logit_bias": {"264": 1}}, "264"),
     ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
     ({"stream_options": {"include_usgae": True}}, "stream_options.include_usgae: unknown field"),
@@ -128,7 +118,7 @@ def test_bad_requests_are_refused_with_a_reason(site: Site, stream: bool) -> Non
     for path, good, bad in (("/v1/completions", OK, BAD_COMPLETIONS), ("/v1/chat/completions", CHAT, BAD_CHATS)):
         for change, told in bad:
             content = json.dumps({"stream": stream, **good, **change}).encode()
-            response = site.post(path, content=content, headers={"Content-Type": "application/json"})
+            response = site.post(path, content=content, headers=JSON)
             status = 404 if "state" in change and isinstance(change["state"], str) else 400
             check_error(response, status, told)
             if len(change) == 1 and (name := next(iter(change))) in NAMED:
@@ -151,30 +141,16 @@ def test_null_is_as_good_as_nothing(site: Site) -> None:
     assert (streamed.status_code, "usage" in streamed.text) == (200, False), streamed.text
 
 
-def test_what_clients_send_without_effect_is_taken(site: Site) -> None:
-    sent: dict[str, Any] = {
-        "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h", "safety_identifier": "me", "parallel_tool_calls": True, "tool_choice": "none",
-        "tools": [], "function_call": "none", "response_format": {"type": "text"}, "best_of": 1, "suffix": "",
-        "presence_penalty": 0, "frequency_penalty": 0, "min_tokens": 0, "stop_token_ids": [], "ignore_eos": False,
-    }  # fmt: skip
-    for path, good in (("/v1/completions", OK), ("/v1/chat/completions", CHAT)):
-        greedy = {**good, "temperature": 0}
-        plain, full = (site.post(path, json=asked).json() for asked in (greedy, {**greedy, **sent}))
-        assert plain["choices"] == full["choices"]
+MALFORMED = [
+    b"", b"{", b'{"prompt": "abc"', b"nonsense", b"[]", b'"abc"', b"null", b"1", b"\xff\xfe", b'{"prompt": "\xff"}',
+    b"[" * 100_000, b'{"prompt":' * 10_000, b"9" * 10_000, b'{"prompt": [' + b"9" * 5_000 + b"]}",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"{", b'{"prompt": "abc"', b"nonsense", b"[]", b'"abc"', b"null", b"1", b"\xff\xfe", b'{"prompt": "\xff"}',
-        b"[" * 100_000, b'{"prompt":' * 10_000, b"9" * 10_000, b'{"prompt": [' + b"9" * 5_000 + b"]}",
-    ],
-    ids=range(14),
-)  # fmt: skip
-def test_malformed_bodies_get_400(site: Site, content: bytes) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        check_error(site.post(path, content=content, headers={"Content-Type": "application/json"}), 400, "")
+def test_malformed_bodies_get_400(site: Site) -> None:
+    for content in MALFORMED:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            check_error(site.post(path, content=content, headers=JSON), 400, "")
 
 
 def test_forms_that_a_browser_may_send_from_anywhere_are_refused(site: Site) -> None:
@@ -183,7 +159,7 @@ def test_forms_that_a_browser_may_send_from_anywhere_are_refused(site: Site) -> 
 
 def test_other_addresses_and_methods(site: Site) -> None:
     check_error(site.post("/v1/complete", json=OK), 404, "/v1/complete")
-    check_error(httpx2.get(f"{site.url}/v1/completions"), 405, "GET")
+    check_error(site.get("/v1/completions"), 405, "GET")
 
 
 def test_bodies_that_are_too_large_get_413(site: Site) -> None:
@@ -192,24 +168,19 @@ def test_bodies_that_are_too_large_get_413(site: Site) -> None:
     assert site.post(json=OK).status_code == 200
 
 
-def test_bodies_that_never_end_get_408(start: StartServer) -> None:
-    import socket
-
-    site = start(limits=Limits(body_seconds=0.2))
-    host, port = site.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+def test_bodies_that_never_end_get_408(hasty: Site) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(head_of("Authorization: Bearer secret\r\nContent-Length: 100") + b"{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
-def test_the_key(start: StartServer) -> None:
-    site = start(api_key="secret")
-    assert site.post(json=OK, headers={"Authorization": "Bearer secret"}).status_code == 200
+def test_the_key(keyed: Site) -> None:
+    assert keyed.post(json=OK, headers={"Authorization": "Bearer secret"}).status_code == 200
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer é"}):
         for path in ("/v1/completions", "/v1/models", "/v1/nothing"):
             raw = {name: value.encode("latin-1") for name, value in headers.items()}
-            check_error(site.post(path, json=OK, headers=raw), 401, "API key")
+            check_error(keyed.post(path, json=OK, headers=raw), 401, "API key")
     for path in ("/", "/health", "/metrics"):
-        assert httpx2.get(site.url + path).status_code == 200
+        assert keyed.get(path).status_code == 200
     with pytest.raises(openai.AuthenticationError):
-        site.openai.models.list()
+        keyed.openai.models.list()

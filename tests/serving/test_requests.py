@@ -1,18 +1,13 @@
-"""A table of requests and answers, for fields and headers that clients of other servers send."""
+"""A table of requests and answers, for fields and headers that clients of other servers send, and raw connections."""
 
 import json
-import socket
-from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import httpx2
 import pytest
-from serving.conftest import StartServer
-from serving.sites import OK, Site, alone, document
+from serving.sites import JSON, OK, Site, alone, document, head_of
 
 import gecko
-from gecko.serving.options import Limits
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {
@@ -26,6 +21,7 @@ EVERY: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "auto"}, {"logit_bias": {}},
     {"frequency_penalty": 0}, {"presence_penalty": 0}, {"min_tokens": 0}, {"stop_token_ids": []},
     {"ignore_eos": False}, {"stop": None}, {"seed": 0}, {"seed": (1 << 64) - 1}, {"user": "me"}, {"metadata": {}},
+    {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "me"},
     {"store": False}, {"service_tier": "auto"}, {"parallel_tool_calls": True}, {"structured_outputs": None},
 ]  # fmt: skip
 COMPLETIONS_AND_CHATS: list[dict[str, Any]] = [
@@ -72,34 +68,11 @@ def test_neutral_values_change_nothing(site: Site, path: str) -> None:
         assert (answer.status_code, answer.status_code == 200 and text_of(answer.json())) == (200, plain), answer.text
 
 
-def test_values_of_other_servers_do_what_they_say(site: Site, model: gecko.Gecko) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    formatted = {"response_format": {"type": "json_object", "schema": schema}, "max_tokens": 99, "temperature": 1}
-    for path in (COMPLETION, CHAT):
-        assert json.loads(text_of(site.post(path, json={**GOOD[path], **formatted}).json())) == {"a": 1}
-    drawn = {"temperature": 2.0, "top_p": 0, "max_tokens": 9}
-    assert text_of(site.post(json={**OK, **drawn}).json()) == alone(model, document("abc"), 9, temperature=0)
-
-
-def test_responses_take_the_fields_of_chats(site: Site) -> None:
-    def write(path: str, length: str, **fields: Any) -> str:
-        return text_of(site.post(path, json={**GOOD[path], length: 30, **fields}).json())
-
-    whole = write(CHAT, "max_tokens")
-    ends: list[dict[str, Any]] = [
-        {"stop": whole[4:6]}, {"stop": [whole[9]]}, {"frequency_penalty": 1.5}, {"presence_penalty": 2},
-        {"logit_bias": {"256": 100}, "min_tokens": 4}, {"stop_token_ids": [ord(whole[3])]},
-        {"logit_bias": {"256": 100}, "ignore_eos": True},
-    ]  # fmt: skip
-    for fields in ends:
-        expected = write(CHAT, "max_tokens", **fields)
-        assert write(RESPONSE, "max_output_tokens", **fields) == expected != whole
-
-
 def test_every_prompt_of_a_list_gets_the_seed(site: Site, model: gecko.Gecko) -> None:
-    asked = {"prompt": ["abc", "abc", "xy"], "n": 2, "seed": 5, "temperature": 0.9, "max_tokens": 20}
+    drawing: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
+    asked = {"prompt": ["abc", "abc", "xy"], "n": 2, "seed": 5, "max_tokens": 20, **drawing}
     found = [choice["text"] for choice in site.post(json=asked).json()["choices"]]
-    drawn = [alone(model, document(prompt), 20, seed=s, temperature=0.9) for prompt in ("abc", "xy") for s in (5, 6)]
+    drawn = [alone(model, document(prompt), 20, seed=s, **drawing) for prompt in ("abc", "xy") for s in (5, 6)]
     assert found == [*drawn[:2], *drawn[:2], *drawn[2:]]
     highest = {**OK, "seed": (1 << 64) - 1, "temperature": 0.9}
     expected = alone(model, document("abc"), 3, seed=(1 << 64) - 1, temperature=0.9)
@@ -115,37 +88,32 @@ HEADERS: list[tuple[str, str, dict[str, str], int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "path", "headers", "status"), HEADERS)
-def test_every_response_has_the_id_of_its_request(
-    site: Site, method: str, path: str, headers: dict[str, str], status: int
-) -> None:
-    for given, taken in (("abc-1", True), ("a b", False), ("x" * 200, False), (None, False)):
-        sent = headers if given is None else {**headers, "X-Request-Id": given}
-        answer = httpx2.request(method, site.url + path, headers=sent)
-        assert answer.status_code == status
-        found = answer.headers.get_list("x-request-id")
-        assert found == [given] if taken else len(found) == 1 and len(found[0]) == 32
-        assert method != "HEAD" or (answer.content == b"" and int(answer.headers["content-length"]) > 0)
+def test_every_response_has_the_id_of_its_request(site: Site) -> None:
+    for method, path, headers, status in HEADERS:
+        for given, taken in (("abc-1", True), ("a b", False), ("x" * 200, False), (None, False)):
+            sent = headers if given is None else {**headers, "X-Request-Id": given}
+            answer = site.client.request(method, path, headers=sent)
+            assert answer.status_code == status
+            found = answer.headers.get_list("x-request-id")
+            assert found == [given] if taken else len(found) == 1 and len(found[0]) == 32
+            assert method != "HEAD" or (answer.content == b"" and int(answer.headers["content-length"]) > 0)
 
 
-def test_an_allowed_page_may_ask_and_others_may_not(start: StartServer) -> None:
-    site = start(allowed_hosts=["app.example"], api_key="secret")
+def test_an_allowed_page_may_ask_and_others_may_not(keyed: Site) -> None:
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     for origin, allowed in (
         ("https://app.example", True), ("http://app.example:3000", True), ("https://app.example.evil", False),
         ("https://appxexample", False), ("null", False),
     ):  # fmt: skip
-        preflight = httpx2.request("OPTIONS", site.url + CHAT, headers={**asks, "Origin": origin})
-        assert (preflight.status_code == 200) == allowed
-        assert (preflight.headers.get("access-control-allow-origin") == origin) == allowed
+        preflight = keyed.client.request("OPTIONS", CHAT, headers={**asks, "Origin": origin})
         assert not allowed or "authorization" in preflight.headers["access-control-allow-headers"]
         key = {"Authorization": "Bearer secret", "Origin": origin}
-        answer = site.post(CHAT, json=GOOD[CHAT], headers=key)
-        assert answer.status_code == (200 if allowed else 403)
-        assert (answer.headers.get("access-control-allow-origin") == origin) == allowed
-        refused = site.post(CHAT, json=GOOD[CHAT], headers={"Origin": origin})
-        assert refused.status_code == (401 if allowed else 403)
-        assert ("access-control-allow-origin" in refused.headers) == allowed
+        answer = keyed.post(CHAT, json=GOOD[CHAT], headers=key)
+        refused = keyed.post(CHAT, json=GOOD[CHAT], headers={"Origin": origin})
+        statuses = [one.status_code for one in (preflight, answer, refused)]
+        assert statuses == ([200, 200, 401] if allowed else [400, 403, 403])
+        for one in (preflight, answer, refused):
+            assert one.headers.get("access-control-allow-origin") == (origin if allowed else None)
 
 
 # ---- Streams and raw connections
@@ -155,96 +123,47 @@ def chunks(answer: httpx2.Response) -> list[Any]:
     return [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize("path", [COMPLETION, CHAT])
-def test_the_chunk_that_ends_a_choice_has_no_text(site: Site, path: str) -> None:
-    """Also if text was held back for a stop string that did not come, or is half a character."""
-    whole = text_of(site.post(path, json={**GOOD[path], "max_tokens": 20}).json())
-    for fields in ({"stop": whole[-2:] + "?"}, {"stop": whole[5:7]}, {"logit_bias": {"226": 100}}, {"logprobs": 1}):
-        asked = {**GOOD[path], "max_tokens": 20, **fields}
-        asked = {**asked, "logprobs": True} if path == CHAT and "logprobs" in fields else asked
-        expected = site.post(path, json=asked).json()["choices"][0]
-        found = [chunk["choices"][0] for chunk in chunks(site.post(path, json={**asked, "stream": True}))]
-        texts = [choice["text"] if path == COMPLETION else choice["delta"].get("content", "") for choice in found]
-        ended = [choice["finish_reason"] for choice in found]
-        assert "".join(texts) == text_of({"choices": [expected]})
-        assert ended == [None] * (len(found) - 1) + [expected["finish_reason"]]
-        assert texts[-1] == "" and found[-1]["logprobs"] is None
-
-
-@pytest.mark.parametrize("path", GOOD)
-def test_a_stream_has_no_character_that_ends_a_line(site: Site, path: str) -> None:
+def test_a_stream_has_no_character_that_ends_a_line(site: Site) -> None:
     """Some clients split lines as Python does."""
-    for letter in ("\u2028", "\u2029", "\x85"):
-        text = {"structured_outputs": {"choice": [f"a{letter}é"]}}
+    for path in GOOD:
+        text = {"structured_outputs": {"choice": ["a\u2028b\u2029c\x85é"]}}
         length = "max_output_tokens" if path == RESPONSE else "max_tokens"
         streamed = site.post(path, json={**GOOD[path], **text, length: 20, "stream": True})
         assert streamed.text.splitlines() == streamed.text.split("\n")[: len(streamed.text.splitlines())]
         assert streamed.text.isascii()
-        assert text_of(site.post(path, json={**GOOD[path], **text, length: 20}).json()) == f"a{letter}é"
+        assert text_of(site.post(path, json={**GOOD[path], **text, length: 20}).json()) == "a\u2028b\u2029c\x85é"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_lone_surrogate_comes_back_as_it_was_sent(site: Site, stream: bool) -> None:
-    body = json.dumps({**GOOD[RESPONSE], "metadata": {"a\ud800": "\udc00"}, "stream": stream})
-    answer = site.post(RESPONSE, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 200
-    whole = chunks(answer)[-1]["response"] if stream else json.loads(answer.text)
-    assert (whole["status"], whole["metadata"]) == ("incomplete", {"a\ud800": "\udc00"})
-    assert json.loads(httpx2.get(f"{site.url}{RESPONSE}/{whole['id']}").text)["metadata"] == whole["metadata"]
+def test_a_lone_surrogate_comes_back_as_it_was_sent(site: Site) -> None:
+    for stream in (False, True):
+        body = json.dumps({**GOOD[RESPONSE], "metadata": {"a\ud800": "\udc00"}, "stream": stream})
+        answer = site.post(RESPONSE, content=body, headers=JSON)
+        assert answer.status_code == 200
+        whole = chunks(answer)[-1]["response"] if stream else json.loads(answer.text)
+        assert (whole["status"], whole["metadata"]) == ("incomplete", {"a\ud800": "\udc00"})
+        assert json.loads(site.get(f"{RESPONSE}/{whole['id']}").text)["metadata"] == whole["metadata"]
 
 
-def exchange(site: Site, message: bytes, act: Callable[[socket.socket], None] = lambda connection: None) -> bytes:
-    """Send a message, act, and return everything that the server sends until it closes the connection."""
-    host, port = site.url.removeprefix("http://").split(":")
-    with closing(socket.create_connection((host, int(port)), 30)) as connection:
-        try:
-            connection.sendall(message)
-            act(connection)
-        except OSError:
-            pass  # the server has closed the connection
-        found = bytearray()
-        try:
-            while part := connection.recv(1 << 16):
-                found += part
-        except ConnectionResetError:
-            pass
-        return bytes(found)
-
-
-def post(body: bytes, headers: str, path: str = COMPLETION) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}\r\n\r\n"
-    return head.encode() + body
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("stream", "times"), [(False, 1), (True, 3)])
 def test_a_client_that_has_said_everything_gets_its_answers(
     site: Site, slow_steps: None, stream: bool, times: int
 ) -> None:
-    body = json.dumps({**OK, "max_tokens": 40, "stream": stream}).encode()
-    message = post(body, f"Content-Length: {len(body)}") * times
-    found = exchange(site, message, lambda connection: connection.shutdown(socket.SHUT_WR))
+    body = json.dumps({**OK, "max_tokens": 20, "stream": stream}).encode()
+    found = site.talk((head_of(f"Content-Length: {len(body)}") + body) * times, ends=True)
     assert found.count(b"HTTP/1.1 200 OK") == times
     assert found.count(b'"finish_reason":"length"') == times
 
 
-def chunked(body: bytes, size: int) -> bytes:
-    parts = [body[at : at + size] for at in range(0, len(body), size)]
-    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-
-
-@pytest.mark.parametrize(("length", "size", "status"), [
-    (900, 1, 200), (100_000, 512, 200), (150_000, 100_000, 200), (20_000, 1, 400), (150_000, 20, 400),
-])  # fmt: skip
-def test_bodies_of_tiny_chunks_are_refused(start: StartServer, length: int, size: int, status: int) -> None:
-    site = start(limits=Limits(body_bytes=200_000, prompt_tokens=200_000), api_key="secret")
-    body = json.dumps({**OK, "prompt": "a" * length, "max_tokens": 1}).encode()
-    for key in ("secret", "wrong"):
-        message = post(
-            chunked(body, size), f"Transfer-Encoding: chunked\r\nConnection: close\r\nAuthorization: Bearer {key}"
-        )
-        found = exchange(site, message)
-        if key == "secret" or status == 200:
-            assert found.startswith(b"HTTP/1.1 %d" % (status if key == "secret" else 401)), found
-            assert status == 200 or b"256 bytes and more" in found
-    assert httpx2.get(f"{site.url}/health").status_code == 200
+def test_bodies_of_tiny_chunks_are_refused(keyed: Site) -> None:
+    for length, size, status in (
+        (900, 1, 200), (100_000, 512, 200), (150_000, 100_000, 200), (20_000, 1, 400), (150_000, 20, 400),
+    ):  # fmt: skip
+        body = json.dumps({**OK, "prompt": "a" * length, "max_tokens": 1}).encode()
+        parts = [body[at : at + size] for at in range(0, len(body), size)]
+        chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+        for key, expected in (("secret", status), ("wrong", 401)) if size == 512 else (("secret", status),):
+            headers = f"Transfer-Encoding: chunked\r\nConnection: close\r\nAuthorization: Bearer {key}"
+            found = keyed.talk(head_of(headers) + chunked)
+            assert found.startswith(b"HTTP/1.1 %d" % expected), found
+            assert expected != 400 or b"256 bytes and more" in found
+    assert keyed.get("/health").status_code == 200

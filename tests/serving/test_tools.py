@@ -3,23 +3,19 @@
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from serving.conftest import StartServer
-from serving.sites import Site, check_error, serving
-from serving.templates import SPECIALS, TEMPLATES
+from serving.sites import Site, check_error
+from serving.templates import TEMPLATES
 
 import gecko
-from gecko.data import Tokenizer, load_tokenizer
 from gecko.data.turns import Function, Turn
 from gecko.inference.text import StreamDecoder
-from gecko.serving.options import Limits
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ASK: Any = [{"role": "user", "content": "Hi"}]
@@ -92,24 +88,14 @@ HISTORY: Any = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a folder with each template, and the special tokens that it uses."""
-    found = {name: tmp_path_factory.mktemp(name) for name in TEMPLATES}
-    added = {str(index): {"content": name, "special": True} for name, index in SPECIALS.items()}
-    for name, folder in found.items():
-        (folder / "chat_template.jinja").write_text(TEMPLATES[name])
-        (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    return found
-
-
 @pytest.fixture(scope="module", params=TEMPLATES)
-def tooled(
-    request: pytest.FixtureRequest, model: gecko.Gecko, tokenizer: Tokenizer, folders: dict[str, Path]
-) -> Iterator[Site]:
-    with serving(model, tokenizer, folders[request.param]) as site:
-        yield site
-        site.wait_until_idle()
+def tooled(request: pytest.FixtureRequest, shared: StartServer) -> Site:
+    return shared(TEMPLATES[request.param])
+
+
+@pytest.fixture(scope="module")
+def qwen(shared: StartServer) -> Site:
+    return shared(TEMPLATES["qwen"])
 
 
 @pytest.fixture
@@ -156,16 +142,15 @@ def joined(chunks: Any) -> tuple[str, list[dict[str, str]], str | None]:
     return text, calls, reason
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_an_enforced_call_fits_its_schema(tooled: Site, choice: Any) -> None:
-    for seed in range(3):
-        answer = ask(tooled, tool_choice=choice, seed=seed, temperature=1.5 * seed).choices[0]
+def test_an_enforced_call_fits_its_schema(tooled: Site) -> None:
+    for seed, choice in enumerate(["required", NAMED] * 2):
+        asked: dict[str, Any] = {"tool_choice": choice, "seed": seed, "temperature": seed}
+        answer = ask(tooled, **asked).choices[0]
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
         (call,) = answer.message.tool_calls
         assert choice == "required" or call.function.name == "now"
         MODELS[call.function.name].model_validate_json(call.function.arguments)
-        stream = ask(tooled, tool_choice=choice, seed=seed, temperature=1.5 * seed, stream=True)
-        text, (streamed,), reason = joined(stream)
+        text, (streamed,), reason = joined(ask(tooled, stream=True, **asked))
         assert (text, reason) == ("", "tool_calls")
         assert (streamed["name"], streamed["arguments"]) == (call.function.name, call.function.arguments)
 
@@ -173,11 +158,9 @@ def test_an_enforced_call_fits_its_schema(tooled: Site, choice: Any) -> None:
 @pytest.mark.parametrize("name", FITS)
 def test_every_schema_of_a_list_is_enforced(site: Site, name: str) -> None:
     named: Any = {"type": "function", "function": {"name": name}}
-    brace = {"logit_bias": {"125": 5}}  # objects may end
-    for seed in range(4):
-        answer = ask(
-            site, tools=[tool(each) for each in FITS], tool_choice=named, seed=seed, temperature=seed, **brace
-        ).choices[0]
+    asked: dict[str, Any] = {"tools": [tool(each) for each in FITS], "tool_choice": named, "logit_bias": {"125": 5}}
+    for seed in range(3):  # objects may end
+        answer = ask(site, seed=seed, temperature=seed, **asked).choices[0]
         assert answer.finish_reason == "tool_calls"
         (call,) = answer.message.tool_calls
         assert call.function.name == name
@@ -209,21 +192,21 @@ def test_calls_in_the_text_are_read(tooled: Site, says: Any, form: str) -> None:
         assert [(call["name"], call["arguments"]) for call in streamed] == whole
 
 
-def test_without_a_choice_there_is_no_call(tooled: Site, says: Any) -> None:
+def test_without_a_choice_there_is_no_call(qwen: Site, says: Any) -> None:
     for text in SAID.values():
         says(text)
         for more in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):
-            answer = ask(tooled, stop="¤", **more).choices[0]
+            answer = ask(qwen, stop="¤", **more).choices[0]
             assert (answer.message.content, answer.message.tool_calls) == (text, None)
             assert answer.finish_reason == "stop"
 
 
-def test_what_is_no_call_is_text(tooled: Site, says: Any) -> None:
+def test_what_is_no_call_is_text(qwen: Site, says: Any) -> None:
     for text in ("Hello", '{"answer": 5}', "<tool_call> no", "a <tool_cal", '{"name": "rm", "arguments": {}}'):
         says(text)
-        answer = ask(tooled, stop="¤").choices[0]
+        answer = ask(qwen, stop="¤").choices[0]
         assert (answer.message.content, answer.finish_reason) == (text, "stop")
-        assert joined(ask(tooled, stop="¤", stream=True)) == (text, [], "stop")
+        assert joined(ask(qwen, stop="¤", stream=True)) == (text, [], "stop")
 
 
 def test_a_call_that_is_cut(site: Site) -> None:
@@ -235,34 +218,28 @@ def test_a_call_that_is_cut(site: Site) -> None:
     assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == ("length", "", None)
 
 
-def test_special_tokens_of_calls_do_not_end_an_answer(
-    model: gecko.Gecko, tokenizer: Tokenizer, folders: dict[str, Path]
-) -> None:
+def test_special_tokens_of_calls_do_not_end_an_answer(shared: StartServer) -> None:
     """They are text there, and end an answer that cannot call functions."""
-    with serving(model, tokenizer, folders["mistral"]) as site:
-        bias = {"logit_bias": {"262": 100}, "max_tokens": 3}
-        answer = ask(site, **bias).choices[0]
-        assert (answer.message.content, answer.finish_reason) == ("[TOOL_CALLS]" * 3, "length")
-        answer = ask(site, tool_choice="none", **bias).choices[0]
-        assert (answer.message.content, answer.finish_reason) == ("", "stop")
+    site = shared(TEMPLATES["mistral"])
+    bias = {"logit_bias": {"262": 100}, "max_tokens": 3}
+    answer = ask(site, **bias).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("[TOOL_CALLS]" * 3, "length")
+    answer = ask(site, tool_choice="none", **bias).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("", "stop")
 
 
-def test_a_history_with_calls(tooled: Site) -> None:
-    answer = ask(tooled, messages=HISTORY, max_tokens=5).choices[0]
-    assert len(answer.message.content) == 5
-    first = ask(tooled, tool_choice=NAMED).choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in first.tool_calls]
-    again = ask(tooled, messages=[*ASK, first, *results], max_tokens=5).choices[0]
-    assert len(again.message.content) == 5
-
-
-def test_the_prompt_has_the_tools(tooled: Site) -> None:
+def test_the_prompt_has_the_tools_and_the_history(tooled: Site) -> None:
     def count(**more: Any) -> int:
-        return httpx2.post(f"{tooled.url}/tokenize", json={"messages": ASK, **more}).json()["count"]
+        return tooled.client.post("/tokenize", json={"messages": ASK, **more}).json()["count"]
 
     answer = ask(tooled, max_tokens=1)
     assert answer.usage.prompt_tokens == count(tools=TOOLS) > count() + 100
     assert ask(tooled, max_tokens=1, tool_choice="none").usage.prompt_tokens == count()
+    assert len(ask(tooled, messages=HISTORY, max_tokens=5).choices[0].message.content) == 5
+    first = ask(tooled, tool_choice=NAMED).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in first.tool_calls]
+    again = ask(tooled, messages=[*ASK, first, *results], max_tokens=5).choices[0]
+    assert len(again.message.content) == 5
 
 
 def respond(site: Site, **asked: Any) -> Any:
@@ -292,9 +269,11 @@ def test_responses_with_calls(tooled: Site, model: gecko.Gecko) -> None:
     assert len(respond(tooled, input=whole, max_output_tokens=5).output_text) == 5
 
 
-def test_a_stream_of_responses_with_calls(tooled: Site, says: Any) -> None:
+def test_a_stream_of_responses_with_calls(qwen: Site, says: Any) -> None:
+    """The conversation goes on after the calls that the model wrote."""
     says(SAID["qwen"])
-    events = list(respond(tooled, stream=True, extra_body={"stop": "¤"}))
+    stop: Any = {"extra_body": {"stop": "¤"}}
+    events = list(respond(qwen, stream=True, **stop))
     kinds = [event.type for event in events if not event.type.endswith("delta")]
     item = ["response.output_item.added", "response.function_call_arguments.done", "response.output_item.done"]
     assert kinds == [
@@ -303,62 +282,53 @@ def test_a_stream_of_responses_with_calls(tooled: Site, says: Any) -> None:
         "response.completed",
     ]  # fmt: skip
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    output = events[-1].response.output
-    assert [event.item for event in events if event.type == "response.output_item.done"] == output
-    for index, one in enumerate(output[1:], start=1):
+    first = events[-1].response
+    assert [event.item for event in events if event.type == "response.output_item.done"] == first.output
+    for index, one in enumerate(first.output[1:], start=1):
         parts = [e for e in events if e.type == "response.function_call_arguments.delta" and e.output_index == index]
         assert {part.item_id for part in parts} == {one.id}
         assert "".join(part.delta for part in parts) == one.arguments
-    assert [one.name for one in output[1:]] == ["now", "weather"]
-    says("Hello")
-    assert respond(tooled, extra_body={"stop": "¤"}).output_text == "Hello"
-
-
-def test_a_response_goes_on_after_calls_that_the_model_wrote(tooled: Site, says: Any) -> None:
-    says(SAID["qwen"])
-    first = respond(tooled, extra_body={"stop": "¤"})
+    assert [one.name for one in first.output[1:]] == ["now", "weather"]
     results: Any = [
         {"type": "function_call_output", "call_id": call.call_id, "output": "x"} for call in first.output[1:]
     ]
     says("Done")
-    then = respond(tooled, input=results, previous_response_id=first.id, extra_body={"stop": "¤"})
+    then = respond(qwen, input=results, previous_response_id=first.id, **stop)
     assert then.output_text == "Done"
-    last = respond(tooled, input="More", tools=openai.NOT_GIVEN, previous_response_id=then.id, extra_body={"stop": "¤"})
+    last = respond(qwen, input="More", tools=openai.NOT_GIVEN, previous_response_id=then.id, **stop)
     assert last.output_text == "Done"
 
 
-def test_what_looks_like_a_special_token_of_calls_is_text(
-    model: gecko.Gecko, tokenizer: Tokenizer, folders: dict[str, Path], tmp_path: Path, says: Any
-) -> None:
+def test_what_looks_like_a_special_token_of_calls_is_text(shared: StartServer, says: Any) -> None:
     """Without functions; there, the form of calls does not matter either."""
     says("[TOOL_CALLS]")
-    (tmp_path / "chat_template.jinja").write_text(UNREAD)
-    for folder in (folders["mistral"], tmp_path):
-        with serving(model, tokenizer, folder) as site:
-            first, plain = (respond(site, tools=openai.NOT_GIVEN, extra_body={"stop": stop}) for stop in ("¤", "["))
-            sizes = [
-                respond(
-                    site, input="a", tools=openai.NOT_GIVEN, previous_response_id=one.id, max_output_tokens=1
-                ).usage.input_tokens
-                for one in (first, plain)
-            ]  # fmt: skip
-            assert (first.output_text, plain.output_text) == ("[TOOL_CALLS]", "")
-            assert sizes[0] - sizes[1] == len("[TOOL_CALLS]")
+    for template in (TEMPLATES["mistral"], UNREAD):
+        site, none = shared(template), openai.NOT_GIVEN
+        first, plain = (respond(site, tools=none, extra_body={"stop": stop}) for stop in ("¤", "["))
+        follow: Any = {"input": "a", "tools": none, "max_output_tokens": 1}
+        one, two = (respond(site, previous_response_id=found.id, **follow) for found in (first, plain))
+        assert (first.output_text, plain.output_text) == ("[TOOL_CALLS]", "")
+        assert one.usage.input_tokens - two.usage.input_tokens == len("[TOOL_CALLS]")
+
+
+def of(**function: Any) -> dict[str, Any]:
+    """Return the tools of a request that have one function."""
+    return {"tools": [{"type": "function", "function": function}]}
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": 'f"'}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "of an object"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "of an object"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "nmae": 1}}]}, "tools.0.function.nmae"),
+    (of(name="a b"), "tools.0.function.name"),
+    (of(name="<|im_end|>"), "tools.0.function.name"),
+    (of(name='f"'), "tools.0.function.name"),
+    (of(name="a" * 65), "tools.0.function.name"),
+    (of(name="f", parameters={"type": "string"}), "of an object"),
+    (of(name="f", parameters=[]), "of an object"),
+    (of(name="f", nmae=1), "tools.0.function.nmae"),
     ({"tools": [TOOLS[0]] * 2}, "different names"),
     ({"tools": [tool("now") for _ in range(129)]}, "at most 128"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "description": "é" * 50_000}}]}, "262,144"),
+    (of(name="f", description="é" * 50_000), "262,144"),
     ({"tools": "now"}, "tools"),
     ({"tool_choice": "any"}, "tool_choice must be none, auto, required"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
@@ -424,38 +394,33 @@ def test_bad_tools_of_responses_are_refused_with_a_reason(site: Site) -> None:
     check_error(site.post(RESPONSES, json={**body, "tools": [], "input": [result]}), 400, "must be the id of a call")
 
 
-def test_hostile_tools_do_not_delay_others(start: StartServer) -> None:
+def test_hostile_tools_do_not_delay_others(site: Site) -> None:
     """Each answer comes soon, whatever it is."""
-    site = start(limits=Limits(rows=4, queue=40))
     deep: dict[str, Any] = {"type": "string"}
-    for _ in range(20):
-        deep = {"type": "object", "properties": {"a": deep, "b": deep}, "required": ["a"]} if _ < 9 else {"items": deep}
+    for level in range(20):
+        pair = {"type": "object", "properties": {"a": deep, "b": deep}, "required": ["a"]}
+        deep = pair if level < 9 else {"items": deep}
     wide = {"allOf": [{"anyOf": [{"properties": {f"p{i}_{j}": {}}} for j in range(4)]} for i in range(6)]}
     cyclic = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
-    many = [{"type": "function", "function": {"name": f"f{i}", "parameters": {"enum": [f"{j}" for j in range(90)]}}}
-            for i in range(128)]  # fmt: skip
-    for parameters in (deep, wide, cyclic):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    enum = {"enum": [f"{j}" for j in range(90)]}
+    many = {"tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": enum}} for i in range(128)]}
+    for tools in (*(of(name="f", parameters=schema) for schema in (deep, wide, cyclic)), many):
         for choice in ("auto", "required"):
-            body = {"messages": ASK, "tools": tools, "tool_choice": choice, "max_tokens": 20}
+            body = {"messages": ASK, **tools, "tool_choice": choice, "max_tokens": 9}
             assert site.post(CHAT, json=body).status_code in (200, 400)
-            assert httpx2.get(f"{site.url}/health", timeout=2).status_code == 200
-    for choice in ("auto", "required"):
-        response = site.post(CHAT, json={"messages": ASK, "tools": many, "tool_choice": choice, "max_tokens": 3})
-        assert response.status_code in (200, 400)
+            assert site.get("/health", timeout=2).status_code == 200
     site.wait_until_idle()
 
 
-def test_templates_that_hinder_are_told(model: gecko.Gecko, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_templates_that_hinder_are_told(shared: StartServer) -> None:
     qwen = TEMPLATES["qwen"]
     for template, told in (
         (UNREAD, "must write a call"),
         (qwen.replace("{{- tool | tojson }}", "{{- tool | tojson }}{% for i in range(9999999) %}{% endfor %}"), ""),
         ("{{ raise_exception('no tools') if tools and tools[0].function.name == 'now' }}" + qwen, "no tools"),
     ):
-        (tmp_path / "chat_template.jinja").write_text(template)
-        with serving(model, load_tokenizer("bytes"), tmp_path) as site:
-            response = site.post(CHAT, json={"messages": ASK, "tools": [tool("now")], "max_tokens": 3})
-            if told:
-                check_error(response, 400, told)
-            assert httpx2.get(f"{site.url}/health", timeout=2).status_code == 200
+        site = shared(template)
+        response = site.post(CHAT, json={"messages": ASK, "tools": [tool("now")], "max_tokens": 3})
+        if told:
+            check_error(response, 400, told)
+        assert site.get("/health", timeout=2).status_code == 200

@@ -34,9 +34,9 @@ T = TypeVar("T")
 class Answer:
     """Answer to one request, for the event loop. Iterate over ``pieces`` once or await ``whole``; always ``close`` it.
 
-    ``cancel`` cancels requests of the engine by their ids; those of finished requests have no effect. ``arrival`` and
-    ``deadline`` are when the client sent the request and when the events end, in seconds of ``time.monotonic``.
-    ``release`` is called by ``close``; more than one call must have the effect of one.
+    ``cancel`` cancels requests of the engine by their ids. ``arrival`` and ``deadline`` are when the client sent the
+    request and when the events end, in seconds of ``time.monotonic``. ``close`` calls ``release``, which may be called
+    again.
     """
 
     def __init__(
@@ -88,12 +88,8 @@ class Answer:
         """Yield new text of any choice until all choices are finished or the time limit is reached. Raise ApiError 504
         if no token was generated within the time limit, 500 if the model fails, 503 if the server stops."""
         while self._open:
-            event, found = await self.next(), []
-            if event is None:
-                found = self._end_all()
-            elif event.request_id in self._open and (taken := self._take(event)) is not None:
-                found = [taken]
-            for piece in found:
+            event = await self.next()
+            for piece in self._end_all() if event is None else self._take(event):
                 if piece.finish_reason is not None and (piece.text or piece.tokens or piece.calls):
                     # Clients drop the text of a chunk that has a finish_reason.
                     yield replace(piece, finish_reason=None, stop_token=None)
@@ -122,29 +118,31 @@ class Answer:
         self._cancel(list(self._choices))
         self._release()
 
-    def _take(self, event: Event) -> Piece | None:
+    def _take(self, event: Event) -> list[Piece]:
+        """Return the piece that an event completes, if any."""
         choice = self._choices[event.request_id]
+        if event.request_id not in self._open:
+            return []
+        if isinstance(event, PromptRead):
+            choice.begin(event.scores)
+            return []
         if isinstance(event, Token):
             piece = choice.push(event)
             if choice.stopped:
                 self._cancel([event.request_id])
-        elif isinstance(event, PromptRead):
-            choice.begin(event.scores)
-            piece = None
-        elif event.reason == "error":
-            self._drop("error")
-            raise ApiError(500, f"the model failed on this request: {event.error}", code="model_failed")
-        elif event.reason == "constraint":
-            self._drop("error")
-            raise ApiError(400, f"the constraint cannot be fulfilled: {event.error}", code="invalid_constraint")
         elif event.reason == "cancelled":
             raise ApiError(503, "the server stopped before the answer was complete", code="shutting_down")
+        elif event.reason in ("error", "constraint"):
+            self._drop("error")
+            if event.reason == "error":
+                raise ApiError(500, f"the model failed on this request: {event.error}", code="model_failed")
+            raise ApiError(400, f"the constraint cannot be fulfilled: {event.error}", code="invalid_constraint")
         else:
             piece = choice.finish(event.reason, event.stop_token)
         if piece is not None and piece.finish_reason is not None:
             self._metrics.finished.labels(piece.finish_reason).inc()
             self._open.discard(event.request_id)
-        return piece
+        return [] if piece is None else [piece]
 
     def _end_all(self) -> list[Piece]:
         if not self.usage.completion_tokens or any(self._choices[index].awaits_scores for index in self._open):
@@ -193,17 +191,17 @@ class Worker:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ids: list[int] = []  # filled by the thread
 
-        def accept(ids: Sequence[int]) -> None:
-            if not accepted.cancelled():
-                answer.begin(ids)
-                self._running.update(dict.fromkeys(ids, answer))
-                accepted.set_result(None)
-
-        def refuse(error: Exception) -> None:
-            if not accepted.cancelled():
+        def settle(error: Exception | None) -> None:
+            if accepted.cancelled():
+                return
+            if error is not None:
                 accepted.set_exception(error)
+                return
+            answer.begin(ids)
+            self._running.update(dict.fromkeys(ids, answer))
+            accepted.set_result(None)
 
-        if not self._post(lambda: self._submit(requests, ids, accept, refuse)):
+        if not self._post(lambda: self._submit(requests, ids, settle)):
             raise WorkerClosedError("the engine has stopped")
         try:
             await accepted
@@ -249,15 +247,15 @@ class Worker:
                     if self._closing:
                         break
                 self._run_commands()
-                if not self._engine.idle:
-                    self._publish(self._step())
+                if not self._engine.idle and (events := self._step()):
+                    self._call(self._dispatch, events)
         finally:
             # Whatever ended the thread, end the requests that still wait for events.
             with self._changed:
                 self._closing = True
             self._run_commands()
             self._engine.abandon()
-            self._publish([Finished(request_id, "cancelled", None, 0) for request_id in self._alive])
+            self._call(self._dispatch, [Finished(request_id, "cancelled", None, 0) for request_id in self._alive])
 
     def _run_commands(self) -> None:
         with self._changed:
@@ -276,44 +274,34 @@ class Worker:
         self._alive -= {event.request_id for event in events if isinstance(event, Finished)}
         return events
 
-    def _submit(
-        self, requests: Sequence[Request], ids: list[int], accept: Callable[..., None], refuse: Callable[..., None]
-    ) -> None:
+    def _submit(self, requests: Sequence[Request], ids: list[int], settle: Callable[..., None]) -> None:
         try:
             for request in requests:
                 ids.append(self._engine.submit(request))
         except Exception as error:
             self._cancel(ids)
-            self._call(refuse, error)
+            self._call(settle, error)
         else:
             self._alive.update(ids)
-            self._call(accept, ids)
+            self._call(settle, None)
 
     def _cancel(self, ids: Sequence[int]) -> None:
         for request_id in ids:
             self._engine.cancel(request_id)
         self._alive.difference_update(ids)
 
-    def _publish(self, events: list[Event]) -> None:
-        if events:
-            self._call(self._dispatch, events)
-
     def _call(self, function: Callable[..., None], argument: object) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, argument)
 
-    # Called on the event loop.
-
     def _dispatch(self, events: list[Event]) -> None:
+        """Give events to their answers, on the event loop."""
         now = time.monotonic()
         for event in events:
-            answer = self._running.get(event.request_id)
-            if answer is None:
-                continue
-            if isinstance(event, Finished):
-                del self._running[event.request_id]
-            answer.put(event, now)
+            take = self._running.pop if isinstance(event, Finished) else self._running.get
+            if (answer := take(event.request_id, None)) is not None:
+                answer.put(event, now)
 
 
 class EventStream(StreamingResponse):

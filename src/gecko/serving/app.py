@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -23,15 +23,15 @@ from gecko.inference.text import Piece
 from gecko.records import FieldError
 from gecko.runtime.process import __version__
 from gecko.serving.answer import Answer, EventStream, Worker, WorkerClosedError, slices, unless_gone
-from gecko.serving.bodies import BODY, Body, ReadBodies, RequestMemory
+from gecko.serving.bodies import Body, RequestMemory
 from gecko.serving.chat_requests import ChatRequest, DetokenizeRequest, ResponseRequest, TokenizeRequest
-from gecko.serving.connection import Gate, Hosts
+from gecko.serving.connection import BODY, Hosts, guarded
 from gecko.serving.fields import describe
-from gecko.serving.limits import HANDLERS, Admission, ApiError, CountResponses, Metrics, invalid
+from gecko.serving.limits import HANDLERS, Admission, ApiError, Metrics, count_responses, invalid
 from gecko.serving.options import Limits
 from gecko.serving.prepare import Preparation, ServedModel
 from gecko.serving.protocol import CompletionRequest, GenerationRequest, SaveState
-from gecko.serving.replies import Reply, StateReply, encode_answer, encode_event
+from gecko.serving.replies import StateReply, encode_answer, encode_event
 from gecko.serving.stores import ResponseStore, SavedStates
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,32 +49,9 @@ _SMALL = 1 << 16
 T = TypeVar("T")
 
 
-class Threads:
-    """Thread pools for work that would block the event loop.
-
-    Large requests are prepared one at a time, small requests in parallel to them. Answers are encoded one at a time.
-    """
-
-    def __init__(self) -> None:
-        names = {"large": 1, "small": 2, "answers": 1}
-        self._pools = {name: ThreadPoolExecutor(count, f"gecko-{name}") for name, count in names.items()}
-
-    async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Run ``function``, which takes a body of ``size`` bytes, and return its result."""
-        pool = self._pools["small" if size <= _SMALL else "large"]
-        return await asyncio.wrap_future(pool.submit(function, *arguments))
-
-    async def encode(self, function: Callable[[], T]) -> T:
-        """Run ``function``, which encodes an answer, and return its result."""
-        return await asyncio.wrap_future(self._pools["answers"].submit(function))
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
 class Service:
-    """Entry point of requests, for the event loop."""
+    """Entry point of requests, for the event loop. What would block it runs in threads: large requests are prepared one
+    at a time, small ones beside them, and answers are encoded one at a time."""
 
     def __init__(
         self, model: ServedModel, worker: Worker, metrics: Metrics, limits: Limits, states: SavedStates,
@@ -83,20 +60,29 @@ class Service:
         self.model, self.worker, self.metrics, self.limits = model, worker, metrics, limits
         self.states, self.responses = states, responses
         self.admission, self.memory = Admission(limits), RequestMemory(limits.memory_bytes)
-        self.threads, self._preparation = Threads(), Preparation(model, limits, states, responses)
+        self._preparation = Preparation(model, limits, states, responses)
+        names = {"large": 1, "small": 2, "answers": 1}
+        self._pools = {name: ThreadPoolExecutor(count, f"gecko-{name}") for name, count in names.items()}
+
+    async def _run(self, pool: str, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.wrap_future(self._pools[pool].submit(function, *arguments))
+
+    async def close(self) -> None:
+        await self.worker.close()
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def start(self, path: str, body: Body) -> Answer:
         """Parse and prepare the request in ``body`` and submit it to the engine; the caller must close the answer.
         Raise ApiError if the request is invalid, or the server has no capacity for it now."""
-        places, arrival, size = ExitStack(), time.monotonic(), len(body)
+        places, arrival, pool = ExitStack(), time.monotonic(), "small" if len(body) <= _SMALL else "large"
         try:
             # Take one place before any work, and the rest when the number of choices is known.
             self.admission.take(places, 1, 1)
-            asked = await self.threads.run(size, self._preparation.parse, _ENGINE_REQUESTS[path], body.take)
+            asked = await self._run(pool, self._preparation.parse, _ENGINE_REQUESTS[path], body.take)
             self.admission.take(places, asked.num_choices - 1, asked.num_choices)
             # A constraint takes up to a second to compile.
-            work = max(size, _SMALL + 1) if asked.constrained else size
-            prepared = await self.threads.run(work, self._preparation.prepare, asked)
+            prepared = await self._run("large" if asked.constrained else pool, self._preparation.prepare, asked)
             body.resize(prepared.num_bytes)
             deadline = arrival + self.limits.seconds
             answer = Answer(prepared, self.worker.cancel, self.metrics, arrival, deadline, places.close)
@@ -112,27 +98,42 @@ class Service:
                 raise ApiError(503, "the server is shutting down", code="shutting_down") from error
             raise
 
-    async def encode(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
-        """Encode an answer that is not streamed, outside the event loop: with log-probabilities it may be large."""
+    async def whole(self, answer: Answer) -> bytes:
+        """Return an answer that is not streamed; with log-probabilities it may be large."""
+        pieces = await answer.whole()
 
         def work() -> bytes:
             return encode_answer(answer.reply.whole(pieces, answer.usage)).encode()
 
         # A state is written to a disk, for which other answers do not wait.
-        return await (asyncio.to_thread(work) if isinstance(answer.reply, StateReply) else self.threads.encode(work))
+        return await (asyncio.to_thread(work) if isinstance(answer.reply, StateReply) else self._run("answers", work))
 
-    async def encode_piece(self, reply: Reply, piece: Piece) -> list[bytes]:
-        """Encode the events of a piece, outside the event loop if it has the log-probabilities of a prompt."""
-        if piece.prompt is None:
-            return list(map(encode_event, reply.events(piece)))
-        return await self.threads.encode(lambda: [encode_event(event, encode_answer) for event in reply.events(piece)])
+    async def events(self, answer: Answer, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        """Yield the events of a stream."""
+        reply = answer.reply
+        piece: Piece | None = first
+        for event in reply.opening(answer.num_choices):
+            yield encode_event(event)
+        try:
+            while piece is not None:
+                # The log-probabilities of a prompt may be many.
+                large = piece.prompt is not None
+                for content in await self._run("answers", reply.encode, piece) if large else reply.encode(piece):
+                    yield content
+                await asyncio.sleep(0)  # what waits is sent in turn with other answers
+                piece = await anext(pieces, None)
+        except ApiError as error:
+            yield encode_event(reply.failed(error))
+            return
+        for closing in reply.closing(answer.usage):
+            yield encode_event(closing)
 
     async def tokens(self, path: str, body: Body) -> bytes:
         """Answer a request to ``/tokenize`` or ``/detokenize``. Raise ApiError if the request is invalid, or the answer
         takes too much memory."""
+        work = self._preparation.tokenize if path == "/tokenize" else self._preparation.detokenize
         try:
-            work = self._preparation.tokenize if path == "/tokenize" else self._preparation.detokenize
-            content = await self.threads.run(len(body), work, body.take)
+            content = await self._run("small" if len(body) <= _SMALL else "large", work, body.take)
         except ValueError as error:
             raise invalid(None, str(error)) from error
         body.resize(len(content))
@@ -142,7 +143,7 @@ class Service:
         """Return the entry of the model in ``/v1/models``."""
         return {
             "id": self.model.name, "object": "model", "created": 0, "owned_by": "gecko",
-            "state_bytes": self.model.state_bytes, "states": self.states.names(),
+            "state_bytes": self.model.state_bytes, "states": [one["id"] for one in self.states.describe_all()],
             "saves_states": self.states.saves, "chat_template": self.model.chat.tuned,
         }  # fmt: skip
 
@@ -155,11 +156,10 @@ def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.worker.start()
         yield
-        await service.worker.close()
-        service.threads.close()
+        await service.close()
 
-    routes = [*_engine_routes(service), *_other_routes(service)]
     page = (files("gecko.serving") / "page" / "index.html").read_text(encoding="utf-8")
+    routes = [*_engine_routes(service), *_other_routes(service)]
     document = cache(lambda: describe(routes, _BODIES, __version__))
 
     async def index(request: Request) -> Response:
@@ -172,14 +172,16 @@ def create_app(service: Service, api_key: str | None = None, hosts: Hosts | None
     app = Starlette(routes=[*routes, *undescribed], exception_handlers=HANDLERS, lifespan=lifespan)
     hosts = hosts or Hosts()
     open_to_pages = CORSMiddleware(
-        Gate(ReadBodies(app, service.limits, service.memory, _BODIES), hosts, api_key),
+        guarded(app, service.limits, service.memory, _BODIES.keys(), hosts, api_key),
         allow_origin_regex=hosts.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
         expose_headers=("x-request-id",),
     )  # fmt: skip
-    return CountResponses(open_to_pages, service.metrics)
+    return count_responses(open_to_pages, service.metrics)
 
 
 def _engine_routes(service: Service) -> list[Route]:
+    """Return the routes with a body."""
+
     async def respond(request: Request) -> Response:
         answer = await unless_gone(request.receive, service.start(request.url.path, request.scope[BODY]))
         try:
@@ -187,9 +189,8 @@ def _engine_routes(service: Service) -> list[Route]:
                 # An error before the first piece is answered with its HTTP status.
                 pieces = answer.pieces()
                 first = await unless_gone(request.receive, anext(pieces))
-                return EventStream(answer, _events(service, answer, first, pieces))
-            whole = await unless_gone(request.receive, answer.whole())
-            content = await unless_gone(request.receive, service.encode(answer, whole))
+                return EventStream(answer, service.events(answer, first, pieces))
+            content = await unless_gone(request.receive, service.whole(answer))
         except BaseException:
             answer.close()
             raise
@@ -210,38 +211,13 @@ def _json(content: bytes, status: int = 200) -> Response:
     return StreamingResponse(slices(content), status, headers, media_type="application/json")
 
 
-async def _events(service: Service, answer: Answer, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
-    reply = answer.reply
-    piece: Piece | None = first
-    for event in reply.opening(answer.num_choices):
-        yield encode_event(event)
-    try:
-        while piece is not None:
-            for content in await service.encode_piece(reply, piece):
-                yield content
-            await asyncio.sleep(0)  # what waits is sent in turn with other answers
-            piece = await anext(pieces, None)
-    except ApiError as error:
-        yield encode_event(reply.failed(error))
-        return
-    for event in reply.closing(answer.usage):
-        yield encode_event(event)
-    if reply.end:
-        yield reply.end
-
-
 def _other_routes(service: Service) -> list[Route]:
     """Return the routes without a body. What they call in a thread may read or write files."""
     states, responses = service.states, service.responses
 
-    def delete_response(name: str) -> dict[str, Any]:
-        if not responses.delete(name):
-            responses.find(name)  # raises the error
-        return {"id": name, "object": "response", "deleted": True}
-
-    def delete_state(name: str) -> dict[str, Any]:
-        states.delete(name)
-        return {"id": name, "object": "state", "deleted": True}
+    def delete(kind: str, store: SavedStates | ResponseStore, name: str) -> dict[str, Any]:
+        store.delete(name)
+        return {"id": name, "object": kind, "deleted": True}
 
     def model(name: str) -> dict[str, Any]:
         service.model.check_name(name)
@@ -264,10 +240,10 @@ def _other_routes(service: Service) -> list[Route]:
 
     return [
         route("GET", "/v1/responses/{response_id}", "retrieve_response", lambda name: responses.find(name).body),
-        route("DELETE", "/v1/responses/{response_id}", "delete_response", delete_response),
-        route("GET", "/v1/states", "list_states", lambda: {"object": "list", "data": states.describe()}),
-        route("GET", "/v1/states/{name}", "describe_state", states.position),
-        route("DELETE", "/v1/states/{name}", "delete_state", delete_state),
+        route("DELETE", "/v1/responses/{response_id}", "delete_response", partial(delete, "response", responses)),
+        route("GET", "/v1/states", "list_states", lambda: {"object": "list", "data": states.describe_all()}),
+        route("GET", "/v1/states/{name}", "describe_state", states.describe),
+        route("DELETE", "/v1/states/{name}", "delete_state", partial(delete, "state", states)),
         route("GET", "/v1/models", "models", lambda: {"object": "list", "data": [service.describe_model()]}),
         route("GET", "/v1/models/{name:path}", "model", model),
         route("GET", "/version", "version", lambda: {"version": __version__}),

@@ -1,8 +1,7 @@
 """Read request bodies within the memory of all requests, and parse their JSON in short steps.
 
-One call of ``json.loads`` holds the GIL until it returns: seconds for lists of millions of values. It takes up to sixty
-times the memory of the text. This module parses each string, list and object in its own step, and long lists of numbers
-in parts.
+One call of ``json.loads`` holds the GIL until it returns, seconds for millions of values, and takes up to sixty times
+the memory of the text. Here each string, list and object is a step of its own, and long lists of numbers are several.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable
+from dataclasses import dataclass
 from email.message import Message
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import make_scanner
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive
 
 from gecko.serving.limits import ApiError
 from gecko.serving.options import Limits
@@ -25,6 +24,7 @@ from gecko.serving.options import Limits
 MAX_VALUES = 100_000
 """Maximum number of strings, lists, objects and fields of one body; numbers in a list do not count."""
 MAX_DEPTH = 32
+NO_OBJECT = "the body must be a JSON object, with Content-Type: application/json"
 _MAX_NUMBER = 4096
 _PART = 1 << 15
 """Characters of a list of numbers that are parsed at once."""
@@ -35,13 +35,16 @@ _SCALAR = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
 
 
 def read_json(body: bytes | bytearray) -> Any:
-    """Parse a body of JSON in UTF-8. Raise ValueError if the body is not valid JSON, or exceeds the bounds of this
-    module."""
+    """Parse a body of JSON in UTF-8. Raise ValueError if it is not valid, or exceeds the bounds of this module."""
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"at byte {error.start}: invalid UTF-8") from None
-    return _JsonParser(text).whole()
+    parser = _JsonParser(text)
+    value = parser.value(0)
+    if parser.next():
+        raise parser.error("extra data")
+    return value
 
 
 class _JsonParser:
@@ -50,19 +53,13 @@ class _JsonParser:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._values = text, 0, 0
 
-    def whole(self) -> Any:
-        value = self._value(0)
-        if self._next():
-            raise self._error("extra data")
-        return value
-
-    def _value(self, depth: int) -> Any:
-        begin = self._next()
+    def value(self, depth: int) -> Any:
+        begin = self.next()
         self._values += 1
         if self._values > MAX_VALUES:
-            raise self._error(f"more than {MAX_VALUES:,} texts, lists, objects and fields")
+            raise self.error(f"more than {MAX_VALUES:,} texts, lists, objects and fields")
         if begin in ("[", "{") and depth == MAX_DEPTH:
-            raise self._error(f"lists and objects nested more than {MAX_DEPTH} deep")
+            raise self.error(f"lists and objects nested more than {MAX_DEPTH} deep")
         if begin == "{":
             return self._object(depth + 1)
         if begin == "[":
@@ -74,13 +71,13 @@ class _JsonParser:
         self._at += 1
         ended = self._take("}")
         while not ended:
-            if self._next() != '"':
-                raise self._error("expecting the name of a field in double quotes")
+            if self.next() != '"':
+                raise self.error("expecting the name of a field in double quotes")
             self._values += 1
             name = self._string()
             if not self._take(":"):
-                raise self._error("expecting ':'")
-            found[name] = self._value(depth)
+                raise self.error("expecting ':'")
+            found[name] = self.value(depth)
             ended = self._ends("}")
         return found
 
@@ -89,11 +86,11 @@ class _JsonParser:
         self._at += 1
         ended = self._take("]")
         while not ended:
-            begin = self._next()
+            begin = self.next()
             if begin and begin in "-0123456789":
                 found += self._numbers()
             else:
-                found.append(self._value(depth))
+                found.append(self.value(depth))
             ended = self._ends("]")
         return found
 
@@ -108,7 +105,7 @@ class _JsonParser:
                 return [self._scalar()]
         found: list[Any] = self._call(json.loads, f"[{self._text[self._at : end]}]")
         if not found:
-            raise self._error("expecting a value")
+            raise self.error("expecting a value")
         self._at = end
         return found
 
@@ -117,58 +114,56 @@ class _JsonParser:
             text, self._at = scanstring(self._text, self._at + 1, True)
         except json.JSONDecodeError as error:
             self._at = error.pos
-            raise self._error(error.msg) from None
+            raise self.error(error.msg) from None
         return str(text)
 
     def _scalar(self) -> Any:
         match = _NUMBER.match(self._text, self._at)
         if match is not None and len(match[0]) > _MAX_NUMBER:
-            raise self._error(f"a number of more than {_MAX_NUMBER:,} characters")
+            raise self.error(f"a number of more than {_MAX_NUMBER:,} characters")
         try:
             value, self._at = self._call(_SCALAR, self._text, self._at)
         except StopIteration:
-            raise self._error("expecting a value") from None
+            raise self.error("expecting a value") from None
         return value
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except json.JSONDecodeError as error:
-            raise self._error(error.msg) from None
+            raise self.error(error.msg) from None
         except ValueError as error:
-            raise self._error(str(error)[:100]) from None
+            raise self.error(str(error)[:100]) from None
 
     def _ends(self, closing: str) -> bool:
         """Skip the separator after an element; return whether the element was the last one."""
         ended = self._take(closing)
         if not ended and not self._take(","):
-            raise self._error(f"expecting ',' or '{closing}'")
+            raise self.error(f"expecting ',' or '{closing}'")
         return ended
 
     def _take(self, character: str) -> bool:
-        taken = self._next() == character
+        taken = self.next() == character
         self._at += taken
         return taken
 
-    def _next(self) -> str:
+    def next(self) -> str:
         """Skip white space and return the character after it; empty at the end."""
         match = _SPACE.match(self._text, self._at)
         assert match is not None
         self._at = match.end()
         return self._text[self._at : self._at + 1]
 
-    def _error(self, message: str) -> ValueError:
+    def error(self, message: str) -> ValueError:
         return ValueError(f"at character {self._at}: {message[:1].lower()}{message[1:]}")
 
 
-BODY = "gecko.body"
-
-
+@dataclass
 class RequestMemory:
-    """Counter of the memory of all requests, at most ``total`` bytes."""
+    """Memory of all requests, in bytes."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.taken = total, 0
+    total: int
+    taken: int = 0
 
 
 class Body:
@@ -180,6 +175,37 @@ class Body:
 
     def __len__(self) -> int:
         return len(self._content)
+
+    async def read(self, headers: Headers, receive: Receive, limits: Limits) -> bool:
+        """Read the whole body; return False if the client disconnected. Raise ApiError 408 if it is late, 413 if it is
+        too large, 503 if there is no memory for it, 400 or 415 if it is not JSON by its headers."""
+        declared, most, more = headers.get("content-length", "0"), limits.body_bytes, True
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                got = f"{int(declared):,}" if declared.isdecimal() and int(declared) > most else ""
+                while more and not got:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return False
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    if len(self) + len(part) > most:
+                        got = "more"
+                    else:
+                        self.add(part)
+        except TimeoutError:
+            seconds = f"{limits.body_seconds:g} seconds"
+            raise ApiError(408, f"the body must arrive within {seconds}; send a smaller one", close=True) from None
+        if got:
+            raise ApiError(413, f"the body must have at most {most:,} bytes; got {got}", code="body_too_large")
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            rule = "the body must not be compressed; send it without Content-Encoding"
+            raise ApiError(415, rule, code="compressed_body")
+        parsed = Message()
+        parsed["content-type"] = headers.get("content-type", "")
+        subtype = parsed.get_content_subtype()
+        if parsed.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
+            raise ApiError(400, NO_OBJECT, code="invalid_json")
+        return True
 
     def add(self, part: bytes) -> None:
         """Append ``part``; ApiError 503 if there is no memory for it."""
@@ -207,63 +233,3 @@ class Body:
     def close(self) -> None:
         self.take()
         self.resize(0)
-
-
-class ReadBodies:
-    """ASGI middleware that reads the bodies of requests to ``paths`` into ``scope[BODY]``, and no others."""
-
-    def __init__(self, app: ASGIApp, limits: Limits, memory: RequestMemory, paths: Iterable[str]) -> None:
-        self._app, self._limits, self._memory, self._paths = app, limits, memory, frozenset(paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
-            await self._app(scope, receive, send)
-            return
-        body, error = Body(self._memory), None
-        try:
-            try:
-                whole = await self._read(body, Headers(scope=scope), receive)
-            except ApiError as refused:
-                error = refused
-            else:
-                if whole:
-                    await self._app({**scope, BODY: body}, receive, send)
-        finally:
-            body.close()
-        if error is not None:
-            await error.response()(scope, receive, send)
-
-    async def _read(self, body: Body, headers: Headers, receive: Receive) -> bool:
-        """Return False if the client disconnected."""
-        declared, more = headers.get("content-length", "0"), True
-        if declared.isdecimal() and int(declared) > self._limits.body_bytes:
-            raise self._too_large(f"{int(declared):,}")
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return False
-                    part, more = message.get("body", b""), message.get("more_body", False)
-                    if len(body) + len(part) > self._limits.body_bytes:
-                        raise self._too_large("more")
-                    body.add(part)
-        except TimeoutError:
-            seconds = f"{self._limits.body_seconds:g} seconds"
-            raise ApiError(408, f"the body must arrive within {seconds}; send a smaller one", close=True) from None
-        _check_type(headers)
-        return True
-
-    def _too_large(self, got: str) -> ApiError:
-        limit = f"{self._limits.body_bytes:,} bytes"
-        return ApiError(413, f"the body must have at most {limit}; got {got}", code="body_too_large")
-
-
-def _check_type(headers: Headers) -> None:
-    if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(415, "the body must not be compressed; send it without Content-Encoding", code="compressed_body")
-    parsed = Message()
-    parsed["content-type"] = headers.get("content-type", "")
-    subtype = parsed.get_content_subtype()
-    if parsed.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
-        raise ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_json")

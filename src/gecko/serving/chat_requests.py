@@ -96,8 +96,7 @@ class ConversationRequest(GenerationRequest):
         return self.tool_choice or ToolChoice()
 
     def turns(self, known: Mapping[str, str] | None) -> Sequence[Turn]:
-        """Return the messages; ``known`` are the names of functions by the ids of calls before them; None: any. Raise
-        FieldError if a result belongs to no call."""
+        """Return the messages; ``known`` as for ``linked``, which raises FieldError if a result belongs to no call."""
         raise NotImplementedError
 
     def check_choice(self) -> None:

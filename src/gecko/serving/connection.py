@@ -1,7 +1,5 @@
-"""HTTP connections with limits on time and header size, and checks of a request before its body is read.
-
-The checks are the server's host names, against DNS rebinding, and the API key.
-"""
+"""HTTP connections with limits on time and header size, and the checks of a request before its body is read: the
+server's host names, against DNS rebinding, and the API key."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ import secrets
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gecko.serving.bodies import Body, RequestMemory
 from gecko.serving.limits import ApiError
 from gecko.serving.options import Limits
 
@@ -35,11 +35,8 @@ _LEAVING_SECONDS = 0.05
 
 
 class Turns:
-    """Queue of callbacks for the event loop, which calls one of them per iteration.
-
-    A connection that receives a body delivers up to 256 KiB per read. If all connections were read in the same
-    iteration, everything else on the event loop would wait for all of these reads.
-    """
+    """Queue of callbacks for the event loop, which calls one of them per iteration: if all connections delivered up to
+    256 KiB of their bodies in the same iteration, everything else would wait for all of these reads."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -112,7 +109,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-        self._stop_watching_sending()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -150,7 +147,9 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_watching_sending()
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
     def send_400_response(self, msg: str) -> None:
         error = sys.exc_info()[1]
@@ -207,11 +206,6 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self._watch_sending()
-
-    def _stop_watching_sending(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
 
 
 def connection_class(limits: Limits) -> type[Connection]:
@@ -281,33 +275,44 @@ def _address(name: str) -> IPv4Address | IPv6Address | None:
 
 
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
+BODY = "gecko.body"
 
 
-class Gate:
-    """ASGI middleware that passes requests with a known host name and, for the routes that work, with the key."""
+def guarded(
+    app: ASGIApp, limits: Limits, memory: RequestMemory, paths: Collection[str], hosts: Hosts, key: str | None
+) -> ASGIApp:
+    """Return ``app`` for requests with a known host name and, for the routes that work, with the key. ``scope[BODY]``
+    is their body, which is read for ``paths`` only."""
 
-    def __init__(self, app: ASGIApp, hosts: Hosts, key: str | None) -> None:
-        self._app, self._hosts = app, hosts
-        self._key = None if key is None else key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            if scope["method"] == "HEAD":
-                scope = {**scope, "method": "GET"}  # the connection sends the head of the response only
-            try:
-                self._check(scope["path"], Headers(scope=scope))
-            except ApiError as error:
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, path: str, headers: Headers) -> None:
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy may use the other header and see another end of the request (request smuggling).
-            raise ApiError(400, "a request must have Content-Length or Transfer-Encoding, not both", close=True)
-        self._hosts.check(headers.get("host"), headers.get("origin"))
-        if self._key is None or not path.startswith(_WITH_KEY):
+    async def admit(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
             return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(token.strip().encode("latin-1"), self._key):
-            raise ApiError(401, "the API key must be given as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the connection sends the head of the response only
+        path, headers, error = scope["path"], Headers(scope=scope), None
+        with closing(Body(memory)) as body:
+            try:
+                _check(headers, hosts, key if path.startswith(_WITH_KEY) else None)
+                whole = scope["method"] != "POST" or path not in paths or await body.read(headers, receive, limits)
+            except ApiError as refused:
+                error = refused
+            else:
+                if whole:
+                    await app({**scope, BODY: body}, receive, send)
+        if error is not None:
+            await error.response()(scope, receive, send)
+
+    return admit
+
+
+def _check(headers: Headers, hosts: Hosts, key: str | None) -> None:
+    if "content-length" in headers and "transfer-encoding" in headers:
+        # A proxy may use the other header and see another end of the request (request smuggling).
+        raise ApiError(400, "a request must have Content-Length or Transfer-Encoding, not both", close=True)
+    hosts.check(headers.get("host"), headers.get("origin"))
+    if key is None:
+        return
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not secrets.compare_digest(token.strip().encode("latin-1"), key.encode()):
+        raise ApiError(401, "the API key must be given as 'Authorization: Bearer KEY'", code="invalid_api_key")

@@ -6,17 +6,18 @@ Values of the wrong type are refused.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from starlette.routing import Route
 
 from gecko.inference.sampling import MAX_PENALTY
 from gecko.records import FieldError, Parsed, Range, build, convert, docstrings, field_types
-from gecko.serving.bodies import read_json
+from gecko.serving.bodies import NO_OBJECT, read_json
 from gecko.serving.limits import ApiError, invalid
 
 _LONGEST_NAME = 100
@@ -31,11 +32,18 @@ Ids = list[int]
 class JsonObject:
     """JSON object. ``null`` in an optional or unknown field counts as absent, because some clients send all fields."""
 
+    lenient: ClassVar[bool] = False
+
     @classmethod
     def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of an object that are not absent; ValueError if a field is not supported."""
-        required = {known.name for known in fields(cls) if is_required(known)}
-        return {name: value for name, value in values.items() if value is not None or name in required}
+        required = {known.name: is_required(known) for known in fields(cls)}
+
+        def absent(name: str, value: Any) -> bool:
+            empty = value is None or (cls.lenient and name not in required and (value is False or value == []))
+            return empty and not required.get(name)
+
+        return {name: value for name, value in values.items() if not absent(name, value)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +53,7 @@ class JsonPart(JsonObject):
     They are ignored, because clients send back fields of earlier answers, such as ``"tool_calls": null``.
     """
 
-    @classmethod
-    def clean(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        known = cls.__dataclass_fields__
-        empty = {name for name, value in values.items() if value is None or value is False or value == []}
-        return super().clean({name: value for name, value in values.items() if name in known or name not in empty})
+    lenient = True
 
 
 K = TypeVar("K", bound=JsonObject)
@@ -62,7 +66,7 @@ def parse_body(kind: type[K], body: bytes | bytearray) -> K:
     except ValueError as error:
         raise ApiError(400, f"the body must be JSON; {error}", code="invalid_json") from error
     if not isinstance(data, dict):
-        raise ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_json")
+        raise ApiError(400, NO_OBJECT, code="invalid_json")
     try:
         return read(kind, data)
     except ValueError as error:
@@ -81,8 +85,8 @@ def read(kind: type[K], value: Any, name: str = "") -> K:
     prefix = f"{name}." if name else ""
     try:
         values = kind.clean(value)
-        unknown = next((found for found in values if found not in kind.__dataclass_fields__), None)
-        if unknown is not None:
+        known = {each.name for each in fields(kind)}
+        if (unknown := next((found for found in values if found not in known), None)) is not None:
             param = (prefix + unknown)[:_LONGEST_NAME]
             raise ApiError(400, f"{param}: unknown field", code="unknown_field", param=param)
         return build(kind, values, prefix)
@@ -153,34 +157,25 @@ def few(kind: type, most: int, least: int = 0) -> Json:
     return Json(by, keywords={**({"minItems": least} if least else {}), "maxItems": most})
 
 
-def _prompt(value: Any, name: str, texts: bool) -> str | list[str] | Ids | list[Ids]:
+def _prompt(value: Any, name: str, texts: bool) -> list[str] | list[Ids]:
     if isinstance(value, str):
-        return value
+        return [value]
     if isinstance(value, list) and value:
-        for fits in (_is_text, _is_id, _is_ids):
-            if all(map(fits, value)):
-                return value
+        if _are(str, value) or all(_are(int, each) for each in value):
+            return value
+        if _are(int, value):
+            return [value]
     raise _wrong(name, "must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
 
 
-# Each value is tested by a function in Python: one call in C for a long list would hold the GIL until it returns.
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_id, value))
+def _are(kind: type, values: Any) -> bool:
+    # Each value is tested in Python: one call in C for a long list would hold the GIL until it returns.
+    return isinstance(values, list) and all(type(each) is kind for each in values)
 
 
 def _stop(value: Any, name: str, texts: bool) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(map(_is_text, stops)) or len(stops) > _MAX_STOPS:
+    if not _are(str, stops) or len(stops) > _MAX_STOPS:
         raise _wrong(name, f"must be a text or a list of at most {_MAX_STOPS} texts")
     if not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
         raise _wrong(name, f"must have 1 to {_MAX_STOP_LENGTH} characters in every stop string")
@@ -216,7 +211,7 @@ def between(least: int, most: int) -> Range:
 
 
 Anything = Annotated[Any, Json(lambda value, name, texts: value)]
-Prompt = Annotated[str | list[str] | Ids | list[Ids], Json(_prompt)]
+Prompt = Annotated[list[str] | list[Ids], Json(_prompt, str | list[str] | Ids | list[Ids])]
 Stop = Annotated[list[str], Json(_stop, str | list[str])]
 StopIds = Annotated[Ids, few(int, _MAX_STOP_IDS)]
 LogitBias = Annotated[dict[int, float], Json(_logit_bias, dict[str, float])]
@@ -239,7 +234,7 @@ _BOUNDS = {"least": "minimum", "most": "maximum", "above": "exclusiveMinimum", "
 
 def describe(routes: Sequence[Route], bodies: Mapping[str, type], version: str) -> dict[str, Any]:
     """Return the document for ``routes``; ``bodies`` has the record of the body by path."""
-    schemas = Schemas()
+    schemas: dict[str, Any] = {}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         parameters = [
@@ -254,59 +249,49 @@ def describe(routes: Sequence[Route], bodies: Mapping[str, type], version: str) 
                 "parameters": parameters, "responses": {"200": answer},
             }  # fmt: skip
             if method == "POST":
-                schema = schemas.of(bodies[route.path])
+                schema = schema_of(bodies[route.path], schemas)
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
             paths.setdefault(route.path_format, {})[method.lower()] = operation
-    info, components = {"title": "Gecko", "version": version}, {"schemas": schemas.found}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+    info = {"title": "Gecko", "version": version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-class Schemas:
-    """JSON schemas of annotations; those of records are collected in ``found`` by name."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-
-    def of(self, hint: Any) -> dict[str, Any]:
-        """Return the schema of the JSON values that a field with the annotation ``hint`` takes."""
-        origin, inner = get_origin(hint), get_args(hint)
-        if origin is Annotated:
-            return self._annotated(hint)
-        if origin in (Union, UnionType):
-            return {"anyOf": list(map(self.of, inner))}
-        if origin is Literal:
-            values = {"const": inner[0]} if len(inner) == 1 else {"enum": list(inner)}
-            return {**_SCALARS[type(inner[0])], **values}
-        if origin is list:
-            return {"type": "array", "items": self.of(inner[0])}
-        if origin is dict:
-            return {"type": "object", "additionalProperties": self.of(inner[1]) or True}
-        return self._record(hint) if is_dataclass(hint) else dict(_SCALARS[hint])
-
-    def _annotated(self, hint: Any) -> dict[str, Any]:
+def schema_of(hint: Any, records: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the JSON values that a field with the annotation ``hint`` takes; those of records are added
+    to ``records`` by name."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
         (extra,) = hint.__metadata__
-        if isinstance(extra, Parsed):
-            accepts, keywords = (extra.accepts, extra.keywords) if isinstance(extra, Json) else (None, {})
-            return {**self.of(accepts or hint.__origin__), **keywords}
-        assert isinstance(extra, Range)
-        default = Range("")
-        bounds = {name: getattr(extra, name) for name in _BOUNDS if getattr(extra, name) != getattr(default, name)}
-        return {**self.of(hint.__origin__), **{_BOUNDS[name]: bound for name, bound in bounds.items()}}
+        if isinstance(extra, Json):
+            return {**schema_of(extra.accepts or hint.__origin__, records), **extra.keywords}
+        bounds = {_BOUNDS[name]: getattr(extra, name, None) for name in _BOUNDS}
+        finite = {name: bound for name, bound in bounds.items() if bound is not None and math.isfinite(bound)}
+        return {**schema_of(hint.__origin__, records), **finite}
+    if origin in (Union, UnionType):
+        return {"anyOf": [schema_of(kind, records) for kind in inner]}
+    if origin is Literal:
+        values = {"const": inner[0]} if len(inner) == 1 else {"enum": list(inner)}
+        return {**_SCALARS[type(inner[0])], **values}
+    if origin is list:
+        return {"type": "array", "items": schema_of(inner[0], records)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": schema_of(inner[1], records) or True}
+    return _schema_of_record(hint, records) if is_dataclass(hint) else dict(_SCALARS[hint])
 
-    def _record(self, kind: Any) -> dict[str, Any]:
-        name = kind.__name__
-        if name not in self.found:
-            texts, hints = docstrings(kind), field_types(kind)
-            properties: dict[str, Any] = {}
-            self.found[name] = {
-                "type": "object", "title": name, "description": inspect.getdoc(kind), "additionalProperties": False,
-                "properties": properties, "required": [field.name for field in fields(kind) if is_required(field)],
-            }  # fmt: skip
-            for field in fields(kind):
-                schema = {**self.of(hints[field.name]), "title": field.name.replace("_", " ").title()}
-                if field.name in texts:
-                    schema["description"] = texts[field.name]
-                if not is_required(field):
-                    schema["default"] = field.default if field.default_factory is MISSING else field.default_factory()
-                properties[field.name] = schema
-        return {"$ref": f"#/components/schemas/{name}"}
+
+def _schema_of_record(kind: Any, records: dict[str, Any]) -> dict[str, Any]:
+    name, properties = kind.__name__, dict[str, Any]()
+    if name not in records:
+        texts, hints = docstrings(kind), field_types(kind)
+        records[name] = {
+            "type": "object", "title": name, "description": inspect.getdoc(kind), "additionalProperties": False,
+            "properties": properties, "required": [field.name for field in fields(kind) if is_required(field)],
+        }  # fmt: skip
+        for field in fields(kind):
+            schema = {**schema_of(hints[field.name], records), "title": field.name.replace("_", " ").title()}
+            if field.name in texts:
+                schema["description"] = texts[field.name]
+            if not is_required(field):
+                schema["default"] = field.default if field.default_factory is MISSING else field.default_factory()
+            properties[field.name] = schema
+    return {"$ref": f"#/components/schemas/{name}"}

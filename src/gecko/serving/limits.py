@@ -30,13 +30,8 @@ _BETWEEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 
 class ApiError(Exception):
-    """Error that is answered with HTTP ``status``. The message states the rule and the value given.
-
-    Args:
-        code: identifier for programs.
-        param: the wrong field of the request.
-        close: close the connection after the answer.
-    """
+    """Error that is answered with HTTP ``status``. The message states the rule and the value given, ``code`` is for
+    programs, ``param`` is the wrong field; with ``close`` the connection ends after the answer."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, close: bool = False
@@ -112,12 +107,12 @@ class Admission:
         held.callback(release)
 
 
-class Metrics:
-    """Counts, times and gauges of one server, in the format of Prometheus."""
+class Metrics(Collector):
+    """Counts, times and gauges of one server, in the format of Prometheus; those of the engine are read on demand."""
 
     def __init__(self, engine: Engine, cache: PrefixCache | None) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineNumbers(engine, cache))
+        self._engine, self._cache, self._registry = engine, cache, CollectorRegistry()
+        self._registry.register(self)
         self.first_token = Histogram(
             "gecko_time_to_first_token_seconds", "Time from the arrival of a request to its first token",
             buckets=_FIRST_TOKEN_SECONDS, registry=self._registry,
@@ -135,44 +130,33 @@ class Metrics:
         """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
-
-class CountResponses:
-    """ASGI middleware that counts the responses of ``app`` by status, and gives each the id of its request."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(_REQUEST_ID, b"")
-        request_id = given if re.fullmatch(rb"[!-~]{1,128}", given) else uuid.uuid4().hex.encode()
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._metrics.responses.labels(message["status"]).inc()
-                message = {**message, "headers": [*message.get("headers", ()), (_REQUEST_ID, request_id)]}
-            await send(message)
-
-        await self._app(scope, receive, counted)
-
-
-class _EngineNumbers(Collector):
-    """Collector that reads the counters of the engine and the cache on demand."""
-
-    def __init__(self, engine: Engine, cache: PrefixCache | None) -> None:
-        self._engine, self._cache = engine, cache
-
     def collect(self) -> Iterator[Metric]:
         engine, cache = self._engine, self._cache
+        reused = "Prompt tokens not prefilled because of the prefix cache or a shared prompt"
         yield GaugeMetricFamily("gecko_rows_active", "Requests in prefill or decoding", engine.active)
         yield GaugeMetricFamily("gecko_queue_length", "Requests waiting for a row", engine.queued)
         yield CounterMetricFamily("gecko_prompt_tokens", "Prompt tokens prefilled", engine.prompt_tokens_read)
         yield CounterMetricFamily("gecko_generated_tokens", "Generated tokens", engine.tokens_made)
-        yield CounterMetricFamily(
-            "gecko_prefix_tokens_reused",
-            "Prompt tokens not prefilled because of the prefix cache or a shared prompt",
-            engine.prefix_tokens_reused,
-        )
+        yield CounterMetricFamily("gecko_prefix_tokens_reused", reused, engine.prefix_tokens_reused)
         if cache is not None:
             yield CounterMetricFamily("gecko_prefix_cache_hits", "Prompts with a cached prefix", cache.hits)
             yield CounterMetricFamily("gecko_prefix_cache_misses", "Prompts without a cached prefix", cache.misses)
             yield GaugeMetricFamily("gecko_prefix_cache_bytes", "Memory of the cached states", cache.bytes)
+
+
+def count_responses(app: ASGIApp, metrics: Metrics) -> ASGIApp:
+    """Return ``app`` with responses that are counted by status and have the id of their request."""
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(_REQUEST_ID, b"")
+        request_id = given if re.fullmatch(rb"[!-~]{1,128}", given) else uuid.uuid4().hex.encode()
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                metrics.responses.labels(message["status"]).inc()
+                message = {**message, "headers": [*message.get("headers", ()), (_REQUEST_ID, request_id)]}
+            await send(message)
+
+        await app(scope, receive, send_counted)
+
+    return counted

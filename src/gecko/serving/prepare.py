@@ -1,6 +1,6 @@
 """Prepare requests for the engine: parse bodies, load saved states, tokenize. Large requests take seconds.
 
-``/tokenize`` and ``/detokenize``, whose form is that of vLLM, are answered here as well.
+``/tokenize`` and ``/detokenize``, in vLLM's form, are answered here as well.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from gecko.serving.replies import ChatReply, CompletionReply, Reply, ResponseRep
 from gecko.serving.stores import ResponseStore, SavedStates, StoredResponse
 from gecko.state import GeckoState
 
-DEFAULT_TOKENS = 16
-"""Default of ``max_tokens`` of a completion, as in the API of OpenAI."""
 MAX_ECHO = 1 << 20
 """Maximum number of prompt characters that an answer repeats, over all choices."""
 MAX_ECHO_IDS = 1 << 16
@@ -113,7 +111,7 @@ class Preparation:
             self._check_lengths(asked)
         if isinstance(asked, CompletionRequest) and asked.echo:
             for form, most in ((str, MAX_ECHO), (list, MAX_ECHO_IDS)):
-                _check_echo(asked, sum(len(prompt) for prompt in asked.prompts if isinstance(prompt, form)), most)
+                _check_echo(asked, sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, form)), most)
         return asked
 
     def prepare(self, asked: GenerationRequest | SaveState) -> Prepared:
@@ -121,14 +119,30 @@ class Preparation:
         request is out of the model's or the server's range, or names a state or a response that is not there."""
         if isinstance(asked, SaveState):
             return self._prepare_saving(asked)
-        state, prompts = self._prompts(asked)
+        previous = self._previous(asked) if isinstance(asked, ResponseRequest) else None
+        state, prompts = self._prompts(asked, previous)
         echoes = self._echoes(asked, prompts)
-        requests = self._requests(asked, prompts, state)
-        goes_on = [self._goes_on(asked, prompt, state) for prompt in prompts]
-        choices = [
-            self._choice(index, asked, request, goes_on[index // asked.n], echoes[index // asked.n])
-            for index, request in enumerate(requests)
-        ]
+        try:
+            sampling = asked.sampling()
+        except ValueError as error:
+            raise invalid(str(error).split()[0], str(error)) from error  # the message starts with the field's name
+        constraint, stop_tokens = self._constraint(asked), self._stop_tokens(asked)
+        _, tokens = asked.length(self._limits.new_tokens)
+        special = np.array(sorted(self._model.tokenizer.special_ids), dtype=np.int64)
+        requests: list[Request] = []
+        choices: list[ChoiceText] = []
+        for prompt, echo in zip(prompts, echoes, strict=True):
+            seed = random.getrandbits(53) if asked.seed is None else asked.seed  # of every prompt, as in vLLM
+            follows = (state is not None and state.position[0] > 0) or not np.isin(prompt.numpy(), special).all()
+            for place in range(asked.n):
+                request = Request(
+                    prompt, tokens, sampling, seed + place, stop_tokens, asked.num_top_logprobs, state,
+                    min_new_tokens=asked.min_tokens, constraint=constraint,
+                    prompt_logprobs=asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
+                    keep=KeptStates() if isinstance(asked, ResponseRequest) and asked.store else None,
+                )  # fmt: skip
+                requests.append(request)
+                choices.append(self._choice(len(choices), asked, request, bool(follows), echo))
         size = sum(prompt.nbytes for prompt in prompts) + _ECHO_BYTES * asked.n * sum(map(len, echoes))
         for request in requests:
             if request.logprobs is not None:
@@ -136,7 +150,8 @@ class Preparation:
                 size += _LOGPROB_BYTES * scored * (request.logprobs + 1)
         size += _CONSTRAINT_BYTES if asked.constrained else 0
         usage = Usage(sum(map(len, prompts)), 0, self._model.state_bytes)
-        return Prepared(requests, choices, usage, size, self._reply(asked, requests[0], choices[0]), asked.stream)
+        reply = self._reply(asked, previous, requests[0], choices[0])
+        return Prepared(requests, choices, usage, size, reply, asked.stream)
 
     def _prepare_saving(self, asked: SaveState) -> Prepared:
         """Build the request by which the engine reads the end of a stored answer and of its turn."""
@@ -150,7 +165,8 @@ class Preparation:
         return Prepared(requests, choices, usage, 8 * len(unread), reply)
 
     def _check_lengths(self, asked: GenerationRequest) -> None:
-        (field, _), tokens, most = asked.length, self._new_tokens(asked), self._limits.new_tokens
+        most = self._limits.new_tokens
+        field, tokens = asked.length(most)
         if tokens > most:
             raise invalid(field, f"{field} must be at most {most}; got {tokens}")
         if asked.min_tokens > tokens:
@@ -160,66 +176,58 @@ class Preparation:
         if tokens == 0 and not (isinstance(asked, CompletionRequest) and asked.echo):
             raise invalid(field, f"{field} must be at least 1 without echo; got 0")
 
-    def _new_tokens(self, asked: GenerationRequest) -> int:
-        (_, given), most = asked.length, self._limits.new_tokens
-        default = min(DEFAULT_TOKENS, most) if isinstance(asked, CompletionRequest) else most
-        return default if given is None else given
+    def _previous(self, asked: ResponseRequest) -> StoredResponse | None:
+        """Return the response that a request continues, which must have been told of its functions."""
+        if (name := asked.previous_response_id) is None:
+            return None
+        if (previous := self._responses.get(name)) is None:
+            reason = "was never stored, was deleted, or made room for later ones: send the whole conversation as input."
+            message = f"Previous response with id '{name[:100]}' not found. It {reason}"
+            raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
+        for function in asked.functions:
+            if encode_json(function.tool) not in previous.functions:
+                rule = "must be those that the first request of the conversation had, as they are read once"
+                advice = "Send the whole conversation as input"
+                raise invalid("tools", f"tools {rule}; got {function.name!r}. {advice}")
+        return previous
 
-    def _prompts(self, asked: GenerationRequest) -> tuple[GeckoState | None, list[Tensor]]:
+    def _prompts(
+        self, asked: GenerationRequest, previous: StoredResponse | None
+    ) -> tuple[GeckoState | None, list[Tensor]]:
         """Return the state that a request continues, and the ids of its prompts."""
-        if isinstance(asked, ResponseRequest) and asked.previous_response_id is not None:
-            previous = self._previous(asked.previous_response_id)
-            for function in asked.functions:
-                if encode_json(function.tool) not in previous.functions:
-                    rule = "must be those that the first request of the conversation had, as they are read once"
-                    message = f"tools {rule}; got {function.name!r}. Send the whole conversation as input"
-                    raise invalid("tools", message)
-            closing, turns = self._model.chat.continuation(asked.turns(previous.calls))
-            return previous.state, [self._tensor([*previous.unread, *closing, *turns, *self._opening(asked)])]
         state = None if asked.state is None else self._states.load(asked.state)
         # A state is inside a document, so no document starts after it.
         start = [] if state is not None else [self._model.tokenizer.document_start]
         if isinstance(asked, CompletionRequest):
-            return state, [self._encode(start, x) if isinstance(x, str) else self._tensor(x) for x in asked.prompts]
+            return state, [self._tensor(prompt, start) for prompt in asked.prompt]
         assert isinstance(asked, ConversationRequest)
+        chat = self._model.chat
+        # The answer is the object of a call if it must be one.
+        opening = chat.encode_answer(chat.call_form.opening) if asked.enforced else []
+        if previous is not None:
+            closing, turns = chat.continuation(asked.turns(previous.calls))
+            return previous.state, [self._tensor([*previous.unread, *closing, *turns, *opening])]
         # After a state, a result may be of a call that the state has read.
-        messages = asked.turns({} if state is None else None)
-        ids = self._model.chat.encode(messages, asked.functions) + self._opening(asked)
+        ids = chat.encode(asked.turns({} if state is None else None), asked.functions) + opening
         begins = ids[:1] == [self._model.tokenizer.document_start]
         return state, [self._tensor(ids[1:] if state is not None and begins else ids)]
 
-    def _opening(self, asked: ConversationRequest) -> list[int]:
-        """Return the ids before the object of a call, if the answer must be one."""
-        chat = self._model.chat
-        return chat.encode_answer(chat.call_form.opening) if asked.enforced else []
-
-    def _previous(self, name: str) -> StoredResponse:
-        previous = self._responses.get(name)
-        if previous is None:
-            reason = "was never stored, was deleted, or made room for later ones: send the whole conversation as input."
-            message = f"Previous response with id '{name[:100]}' not found. It {reason}"
-            raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
-        return previous
-
-    def _encode(self, start: Ids, text: str) -> Tensor:
-        ids = encode_text(self._model.tokenizer, text)
-        self._check_length(len(start) + len(ids))  # before the copy of a prompt that is too long
-        ids = np.concatenate([np.array(start, dtype=np.int64), ids])
-        self._model.check_ids([int(ids.max())], "prompt")
-        return torch.from_numpy(ids)
-
-    def _tensor(self, ids: Ids) -> Tensor:
-        self._check_length(len(ids))
-        parts = [ids[begin : begin + _PART] for begin in range(0, len(ids), _PART)]
+    def _tensor(self, prompt: str | Ids, start: Ids | None = None) -> Tensor:
+        """Return the ids of a prompt; a text comes after ``start``."""
+        text = encode_text(self._model.tokenizer, prompt) if isinstance(prompt, str) else None
+        length, most = len(prompt) if text is None else len(start or []) + len(text), self._limits.prompt_tokens
+        if not 0 < length <= most:
+            message = f"a prompt must have 1 to {most:,} tokens; got {length:,}"
+            code = "context_length_exceeded" if length else "invalid_value"
+            raise ApiError(400, message, code=code, param="prompt")
+        if text is not None:
+            ids = np.concatenate([np.array(start or [], dtype=np.int64), text])
+            self._model.check_ids([int(ids.max())], "prompt")
+            return torch.from_numpy(ids)
+        parts: list[Any] = [prompt[begin : begin + _PART] for begin in range(0, length, _PART)]
         for part in parts:
             self._model.check_ids(part, "prompt")
         return torch.cat([torch.tensor(part, device="cpu") for part in parts])
-
-    def _check_length(self, length: int) -> None:
-        if not 0 < length <= self._limits.prompt_tokens:
-            message = f"a prompt must have 1 to {self._limits.prompt_tokens:,} tokens; got {length:,}"
-            code = "context_length_exceeded" if length else "invalid_value"
-            raise ApiError(400, message, code=code, param="prompt")
 
     def _echoes(self, asked: GenerationRequest, ids: Sequence[Tensor]) -> Sequence[str]:
         """Return the text that the answer repeats of each prompt; empty without ``echo``."""
@@ -227,27 +235,9 @@ class Preparation:
             return [""] * len(ids)
         if asked.logprobs is not None:
             _check_echo(asked, sum(map(len, ids)), MAX_ECHO_IDS)
-        texts = [x if isinstance(x, str) else self._model.tokenizer.decode(x) for x in asked.prompts]
+        texts = [x if isinstance(x, str) else self._model.tokenizer.decode(x) for x in asked.prompt]
         _check_echo(asked, sum(map(len, texts)), MAX_ECHO)
         return texts
-
-    def _requests(self, asked: GenerationRequest, prompts: Sequence[Tensor], state: GeckoState | None) -> list[Request]:
-        """Return one request per choice. Those of every prompt have the seeds from ``seed`` on, as in vLLM."""
-        try:
-            sampling = asked.sampling()
-        except ValueError as error:
-            raise invalid(str(error).split()[0], str(error)) from error  # the message starts with the field's name
-        constraint = self._constraint(asked)
-        seeds = [random.getrandbits(53) if asked.seed is None else asked.seed for _ in prompts]
-        return [
-            Request(
-                prompt, self._new_tokens(asked), sampling, seed + index, self._stop_tokens(asked),
-                asked.num_top_logprobs, state, min_new_tokens=asked.min_tokens, constraint=constraint,
-                prompt_logprobs=asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
-                keep=KeptStates() if isinstance(asked, ResponseRequest) and asked.store else None,
-            )
-            for seed, prompt in zip(seeds, prompts, strict=True) for index in range(asked.n)
-        ]  # fmt: skip
 
     def _constraint(self, asked: GenerationRequest) -> Constraint | None:
         schemas = {function.name: function.schema for function in asked.enforced}
@@ -270,18 +260,10 @@ class Preparation:
         inside = chat.call_marks.values() if asked.functions else ()
         return ends.difference(inside).union(asked.stop_token_ids)
 
-    def _goes_on(self, asked: GenerationRequest, prompt: Tensor, state: GeckoState | None) -> bool:
-        """Return whether the new text continues other text: not in a chat, nor after special tokens only."""
-        if not isinstance(asked, CompletionRequest):
-            return False
-        special = np.array(sorted(self._model.tokenizer.special_ids), dtype=np.int64)
-        return (state is not None and state.position[0] > 0) or not bool(np.isin(prompt.numpy(), special).all())
-
-    def _choice(self, index: int, asked: GenerationRequest, request: Request, goes_on: bool, echo: str) -> ChoiceText:
-        position = request.start_position + len(request.prompt)
-        constrained = request.constraint is not None
-        chat = not isinstance(asked, CompletionRequest) and not constrained
-        stops = [*asked.stop, *(self._model.chat.stops if chat else ())]
+    def _choice(self, index: int, asked: GenerationRequest, request: Request, follows: bool, echo: str) -> ChoiceText:
+        """Return the text of one choice; ``follows``: whether text, not only special tokens, stands before it."""
+        completes, constrained = isinstance(asked, CompletionRequest), request.constraint is not None
+        stops = [*asked.stop, *(() if completes or constrained else self._model.chat.stops)]
         reader, marks = None, {}
         if isinstance(asked, ConversationRequest) and asked.functions:
             opening = self._model.chat.call_form.opening.partition("{")[0].strip(" \r\n[")
@@ -292,23 +274,23 @@ class Preparation:
             marks = {index: text for text, index in self._model.chat.call_marks.items()}
         # A constraint covers all characters, also a space of SentencePiece before the first word.
         return ChoiceText(
-            index, self._model.tokenizer, stops, position, goes_on=goes_on or constrained, echo=echo, reader=reader,
-            min_tokens=asked.min_tokens, scored=request.prompt_logprobs is not None, marks=marks,
+            index, self._model.tokenizer, stops, request.start_position + len(request.prompt), echo=echo,
+            goes_on=constrained or (completes and follows), min_tokens=asked.min_tokens, reader=reader, marks=marks,
+            scored=request.prompt_logprobs is not None,
         )  # fmt: skip
 
-    def _reply(self, asked: GenerationRequest, request: Request, choice: ChoiceText) -> Reply:
+    def _reply(
+        self, asked: GenerationRequest, previous: StoredResponse | None, request: Request, choice: ChoiceText
+    ) -> Reply:
         name = self._model.name
         if isinstance(asked, ResponseRequest):
             told = frozenset(encode_json(function.tool) for function in asked.functions)
-            if asked.previous_response_id is not None:
-                told = self._previous(asked.previous_response_id).functions
-            store = partial(self._store, request.keep, choice, told)
+            store = partial(self._store, request.keep, choice, told if previous is None else previous.functions)
             return ResponseReply(name, asked, request.start_position, store)
         if isinstance(asked, ChatRequest):
-            scored = asked.num_top_logprobs is not None
-            return ChatReply(name, self._names, include_usage=asked.include_usage, scored=scored)
+            return ChatReply(name, self._names, asked.include_usage, scored=asked.num_top_logprobs is not None)
         assert isinstance(asked, CompletionRequest)
-        return CompletionReply(name, self._names, include_usage=asked.include_usage)
+        return CompletionReply(name, self._names, asked.include_usage)
 
     def _store(
         self, keep: KeptStates | None, choice: ChoiceText, told: frozenset[str], body: dict[str, Any], piece: Piece

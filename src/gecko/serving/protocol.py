@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,13 +67,11 @@ _UNSUPPORTED: Unsupported = {
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
-_ANY_OBJECT = {"type": "object"}
 Seed = Annotated[int, Range("must be from 0 to 2^64 - 1", least=0, below=_SEEDS)]
 TopLogprobs = Annotated[int, fields.between(0, MAX_TOP_LOGPROBS)]
-
-
 GrammarField = tuple[str, Grammar]
-"""The field of a request that contains a grammar, and the grammar."""
+"""The field of a request that contains a grammar which the text must match, and the grammar."""
+_ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +100,10 @@ class ResponseFormat(fields.JsonObject):
             raise ValueError("must have json_schema if and only if type is json_schema")
 
     def grammar(self) -> GrammarField | None:
-        """Return the grammar that the text must match; None: any text."""
         if self.json_schema is not None:
             return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema)
-        if self.type == "json_object":
-            return "response_format", Grammar.json_schema(self.schema or _ANY_OBJECT)
-        return None
+        wanted = self.type == "json_object"
+        return ("response_format", Grammar.json_schema(self.schema or _ANY_OBJECT)) if wanted else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +121,9 @@ class TextFormat(fields.JsonObject):
             raise ValueError("must have a schema if and only if type is json_schema")
 
     def grammar(self) -> GrammarField | None:
-        """Return the grammar that the text must match; None: any text."""
         if self.schema is not None:
             return "text.format.schema", Grammar.json_schema(self.schema)
-        if self.type == "json_object":
-            return "text.format", Grammar.json_schema(_ANY_OBJECT)
-        return None
+        return ("text.format", Grammar.json_schema(_ANY_OBJECT)) if self.type == "json_object" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +143,13 @@ class StructuredOutputs(fields.JsonObject):
             raise ValueError("must have texts of at least one character in choice")
 
     def grammar(self) -> GrammarField:
-        """Return the grammar that the text must match."""
         if self.regex is not None:
             return "structured_outputs.regex", Grammar("regex", self.regex)
         if self.choice is not None:
             return "structured_outputs.choice", Grammar.choice(self.choice)
         schema = _ANY_OBJECT if self.json is None else self.json
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        return "structured_outputs.json", Grammar("json_schema", text)
+        text = Grammar("json_schema", schema) if isinstance(schema, str) else Grammar.json_schema(schema)
+        return "structured_outputs.json", text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +167,10 @@ class GenerationRequest(fields.JsonObject):
     ignored: ClassVar[frozenset[str]] = _IGNORED
     length_fields: ClassVar[Sequence[str]] = ("max_tokens",)
     """Fields for the largest number of tokens; the first one counts."""
+    default_length: ClassVar[int] = sys.maxsize
     format_field: ClassVar[str] = "response_format"
+    n = 1
+    """Number of choices per prompt."""
     model: str | None = None
     stream: bool = False
     stop: fields.Stop = field(default_factory=list)
@@ -219,11 +213,6 @@ class GenerationRequest(fields.JsonObject):
         return kept
 
     @property
-    def n(self) -> int:
-        """Number of choices per prompt."""
-        return 1
-
-    @property
     def num_choices(self) -> int:
         """Number of choices over all prompts."""
         return self.n
@@ -235,7 +224,7 @@ class GenerationRequest(fields.JsonObject):
 
     @property
     def format(self) -> ResponseFormat | TextFormat | None:
-        """The form that the text must have, from ``response_format`` or ``text.format``; None: any."""
+        """The form that the text must have; None: any."""
         return None
 
     @property
@@ -253,14 +242,13 @@ class GenerationRequest(fields.JsonObject):
         """Whether the text may have to match a grammar, which takes long to prepare."""
         return self.format is not None or self.structured_outputs is not None or bool(self.enforced)
 
-    @property
-    def length(self) -> tuple[str, int | None]:
-        """The field with the largest number of tokens, and its value; None: it is not given."""
+    def length(self, most: int) -> tuple[str, int]:
+        """Return the field with the largest number of tokens, and its value; not given, it is at most ``most``."""
         given = [(name, found) for name in self.length_fields if (found := getattr(self, name)) is not None]
-        return given[0] if given else (self.length_fields[-1], None)
+        return given[0] if given else (self.length_fields[-1], min(self.default_length, most))
 
     def grammar(self) -> GrammarField | None:
-        """Return the grammar that the text must match; ValueError if there are two."""
+        """Return the grammar that the text must match, and its field; ValueError if there are two."""
         formatted = None if self.format is None else self.format.grammar()
         if self.structured_outputs is None:
             return formatted
@@ -305,20 +293,15 @@ class ChoicesRequest(GenerationRequest):
 class CompletionRequest(ChoicesRequest):
     """Body of ``POST /v1/completions``."""
 
+    default_length = 16  # as in the API of OpenAI
     prompt: fields.Prompt
     max_tokens: fields.FromZero | None = None
     echo: bool = False
     logprobs: TopLogprobs | None = None
 
     @property
-    def prompts(self) -> Sequence[str | fields.Ids]:
-        """The prompts as a list, also if there is one."""
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-
-    @property
     def num_choices(self) -> int:
-        return self.n * len(self.prompts)
+        return self.n * len(self.prompt)
 
     @property
     def num_top_logprobs(self) -> int | None:

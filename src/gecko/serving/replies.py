@@ -10,10 +10,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
 from gecko.inference.calls import CallPart
-from gecko.inference.text import Piece, PlacedToken, TokenNames
+from gecko.inference.text import Piece, TokenNames
 from gecko.serving.chat_requests import ResponseRequest
 from gecko.serving.limits import ApiError
 
@@ -57,8 +58,10 @@ def _encode_field(name: str, value: Any) -> str:
     return f"[{','.join(encode_json(part)[1:-1] for part in parts)}]"
 
 
-def encode_event(event: dict[str, Any], encode: Callable[[dict[str, Any]], str] = encode_json) -> bytes:
-    """Encode a server-sent event; it is named by its ``type``, if it has one."""
+def encode_event(event: dict[str, Any] | str, encode: Callable[[Any], str] = encode_json) -> bytes:
+    """Encode a server-sent event; it is named by its ``type``, if it has one, and a text is sent as it is."""
+    if isinstance(event, str):
+        return f"data: {event}\n\n".encode()
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {encode(event)}\n\n".encode()
 
@@ -67,8 +70,6 @@ class Reply:
     """Form of one answer."""
 
     status = 200
-    end = b""
-    """Bytes after the last event of a stream that did not fail."""
 
     def opening(self, num_choices: int) -> Iterable[dict[str, Any]]:
         """Return the events before the first text."""
@@ -77,7 +78,12 @@ class Reply:
     def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
         raise NotImplementedError
 
-    def closing(self, usage: Usage) -> Iterable[dict[str, Any]]:
+    def encode(self, piece: Piece) -> list[bytes]:
+        """Return the encoded events of a piece."""
+        encode = encode_json if piece.prompt is None else encode_answer
+        return [encode_event(event, encode) for event in self.events(piece)]
+
+    def closing(self, usage: Usage) -> Iterable[dict[str, Any] | str]:
         """Return the events after the last piece."""
         return ()
 
@@ -93,43 +99,43 @@ class Reply:
 class _Choices(Reply):
     """Answer with a list of choices; ``include_usage``: whether a stream ends with the token counts."""
 
-    end = b"data: [DONE]\n\n"
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
 
-    def __init__(self, model: str, names: TokenNames, *, include_usage: bool = False) -> None:
+    def __init__(self, model: str, names: TokenNames, include_usage: bool = False) -> None:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._names, self._include_usage = names, include_usage
 
-    def closing(self, usage: Usage) -> Iterable[dict[str, Any]]:
-        return [self._chunk([]) | {"usage": usage.json}] if self._include_usage else []
+    def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        return [self._body(self.chunk_kind, [self._part(piece)])]
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_kind, "choices": choices}
+    def closing(self, usage: Usage) -> Iterable[dict[str, Any] | str]:
+        return [*([self._body(self.chunk_kind, [], usage)] if self._include_usage else []), "[DONE]"]
 
-    def _whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage.json}
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        return self._body(self.kind, list(map(self._choice, pieces)), usage)
+
+    def _body(self, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        counts = {} if usage is None else {"usage": usage.json}
+        return {**self._head, "object": kind, "choices": choices, **counts}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _part(self, piece: Piece) -> dict[str, Any]:
+        """Return what is new of a choice in a stream."""
+        return self._choice(piece)
 
 
 class CompletionReply(_Choices):
     """Answer of ``/v1/completions``."""
 
-    def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        return [self._chunk([self._choice(piece)])]
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        return self._whole(list(map(self._choice, pieces)), usage)
-
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        prompt = [] if piece.prompt is None else self._names.places(piece.prompt)
+        name, prompt = self._names.name, [] if piece.prompt is None else self._names.places(piece.prompt)
         # Clients that score prompts, such as lm-evaluation-harness, count on an entry for the stop token.
         ending = [] if piece.stop_token is None else [piece.stop_token]
         tokens = [*prompt, *piece.tokens, *ending]
-        logprobs = self._logprobs(tokens) if tokens else None
-        return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, **_progress(piece)}
-
-    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, list[Any]]:
-        name = self._names.name
-        return {
+        logprobs = {
             "tokens": [name(token.token) for token, _ in tokens],
             "token_logprobs": [_number(token.logprob) for token, _ in tokens],
             # Of tokens with equal names, the most likely one is kept.
@@ -139,6 +145,8 @@ class CompletionReply(_Choices):
             ],
             "text_offset": [offset for _, offset in tokens],
         }
+        told = {"index": piece.choice, "text": piece.text, "logprobs": logprobs if tokens else None}
+        return {**told, "finish_reason": piece.finish_reason, "position": piece.position}
 
 
 class ChatReply(_Choices):
@@ -146,37 +154,34 @@ class ChatReply(_Choices):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, names: TokenNames, *, include_usage: bool = False, scored: bool = False) -> None:
-        super().__init__(model, names, include_usage=include_usage)
+    def __init__(self, model: str, names: TokenNames, include_usage: bool = False, *, scored: bool = False) -> None:
+        super().__init__(model, names, include_usage)
         self._scored = scored
 
     def opening(self, num_choices: int) -> Iterable[dict[str, Any]]:
         """Return the role of each choice."""
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._chunk([{"index": index, **begun}]) for index in range(num_choices)]
+        return [self._body(self.chunk_kind, [{"index": index, **begun}]) for index in range(num_choices)]
 
-    def events(self, piece: Piece) -> Iterable[dict[str, Any]]:
+    def _part(self, piece: Piece) -> dict[str, Any]:
         text = {"content": piece.text} if piece.text else {}
         calls = {"tool_calls": list(map(_part_of_call, piece.calls))} if piece.calls else {}
-        return [self._chunk([{"delta": text | calls, **self._choice(piece, bool(piece.tokens))}])]
+        return {"delta": text | calls, **self._progress(piece, bool(piece.tokens))}
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for piece in pieces:
-            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
-            if calls := joined(piece.calls):
-                told = [{"id": call.id, "type": "function", "function": _function(call)} for call in calls]
-                message |= {"content": piece.text or None, "tool_calls": told}
-            choices.append({"message": message, **self._choice(piece, self._scored)})
-        return self._whole(choices, usage)
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if calls := joined(piece.calls):
+            told = [{"id": call.id, "type": "function", "function": _function(call)} for call in calls]
+            message |= {"content": piece.text or None, "tool_calls": told}
+        return {"message": message, **self._progress(piece, self._scored)}
 
-    def _choice(self, piece: Piece, scored: bool) -> dict[str, Any]:
+    def _progress(self, piece: Piece, scored: bool) -> dict[str, Any]:
         content = [
-            self._token(token.token, token.logprob)
-            | {"top_logprobs": [self._token(*top) for top in token.top_logprobs]}
+            {**self._token(token.token, token.logprob), "top_logprobs": [self._token(*x) for x in token.top_logprobs]}
             for token, _ in piece.tokens
         ]
-        return {"index": piece.choice, "logprobs": {"content": content} if scored else None, **_progress(piece)}
+        told = {"index": piece.choice, "logprobs": {"content": content} if scored else None}
+        return {**told, "finish_reason": piece.finish_reason, "position": piece.position}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._names.text(token)
@@ -187,8 +192,7 @@ class ChatReply(_Choices):
 def _part_of_call(part: CallPart) -> dict[str, Any]:
     """Return the new part of a call in a stream: its identifier and function, or what follows of the arguments."""
     head = {"id": part.id, "type": "function"} if part.id else {}
-    function = _function(part) if part.id else {"arguments": part.arguments}
-    return {"index": part.index, **head, "function": function}
+    return {"index": part.index, **head, "function": _function(part) if part.id else {"arguments": part.arguments}}
 
 
 def _function(call: CallPart) -> dict[str, str]:
@@ -206,18 +210,13 @@ def joined(parts: Iterable[CallPart]) -> list[CallPart]:
     return calls
 
 
-def _progress(piece: Piece) -> dict[str, Any]:
-    return {"finish_reason": piece.finish_reason, "position": piece.position}
-
-
 def _number(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _MIN_LOGPROB)
 
 
 class ResponseReply(Reply):
-    """Answer of ``/v1/responses``. The state had read ``cached_tokens`` of the conversation before the prompt.
-    ``store`` is called with the whole response, and the piece with all of its text, before its end is sent.
-    """
+    """Answer of ``/v1/responses``, of which the state had read ``cached_tokens`` before the prompt. ``store`` is called
+    with the whole response, and the piece with all of its text, before its end is sent."""
 
     def __init__(
         self, model: str, asked: ResponseRequest, cached_tokens: int, store: Callable[[dict[str, Any], Piece], None]
@@ -228,7 +227,7 @@ class ResponseReply(Reply):
         self._texts: list[str] = []
         self._calls: list[CallPart] = []
         self._last: Piece | None = None
-        self._num_events = 0
+        self._numbers = count()
         form = {"type": "text"} if asked.format is None else vars(asked.format)
         self._head = {
             "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "background": False,
@@ -262,12 +261,12 @@ class ResponseReply(Reply):
             if part.id:
                 yield from self._end_item("completed")
             self._calls = joined([*self._calls, part])
+            place = self._call_place()
             if part.id:
-                item = self._call_item(replace(part, arguments=""), "in_progress")
-                index = self._call_place()["output_index"]
-                yield self._event("response.output_item.added", output_index=index, item=item)
+                item = _call_item(replace(part, arguments=""), "in_progress")
+                yield self._event("response.output_item.added", output_index=place["output_index"], item=item)
             if part.arguments:
-                yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=part.arguments)
+                yield self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
 
     def closing(self, usage: Usage) -> Iterator[dict[str, Any]]:
         assert self._last is not None
@@ -288,7 +287,7 @@ class ResponseReply(Reply):
         cut, calls = piece.finish_reason == "length", joined(piece.calls)
         status = "incomplete" if cut else "completed"
         said = [self._message(piece.text, "completed" if calls else status)] if piece.text or not calls else []
-        called = [self._call_item(call, status if call == calls[-1] else "completed") for call in calls]
+        called = [_call_item(call, status if call == calls[-1] else "completed") for call in calls]
         read = self._cached + usage.prompt_tokens
         counts = {
             "input_tokens": read, "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
@@ -309,7 +308,7 @@ class ResponseReply(Reply):
         if self._calls:
             call, place = self._calls[-1], self._call_place()
             yield self._event("response.function_call_arguments.done", **place, **_function(call))
-            item = self._call_item(call, status)
+            item = _call_item(call, status)
         elif self._texts:
             text, place = "".join(self._texts), self._place
             yield self._event("response.output_text.done", **place, text=text, logprobs=[])
@@ -324,23 +323,21 @@ class ResponseReply(Reply):
         call = self._calls[-1]
         return {"item_id": f"fc_{call.id}", "output_index": call.index + bool(self._texts)}
 
-    def _call_item(self, call: CallPart, status: str) -> dict[str, Any]:
-        identity = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "status": status}
-        return {**identity, **_function(call)}
-
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._num_events += 1
-        return {"type": kind, **fields, "sequence_number": self._num_events - 1}
+        return {"type": kind, **fields, "sequence_number": next(self._numbers)}
 
     def _body(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            **self._head, "status": status, "output": output, "usage": usage, "error": None,
-            "incomplete_details": None,
-        }  # fmt: skip
+        told = {"status": status, "output": output, "usage": usage, "error": None, "incomplete_details": None}
+        return {**self._head, **told}
 
     def _message(self, text: str | None, status: str) -> dict[str, Any]:
         content = [] if text is None else [_part(text)]
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _call_item(call: CallPart, status: str) -> dict[str, Any]:
+    identity = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "status": status}
+    return {**identity, **_function(call)}
 
 
 def _part(text: str) -> dict[str, Any]:

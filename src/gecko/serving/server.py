@@ -10,6 +10,8 @@ import resource
 import signal
 import socket
 import sys
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 
@@ -86,7 +88,7 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         self._service, self._grace = service, options.grace_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: Future[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -98,16 +100,12 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._service.admission.draining = True
-        self._loop.call_soon_threadsafe(self._start_draining, sig)
+        self._draining = asyncio.run_coroutine_threadsafe(self._drain(sig), self._loop)
 
-    def _start_draining(self, sig: int) -> None:
+    async def _drain(self, sig: int) -> None:
         _LOG.warning("%s: finishing %d requests", signal.Signals(sig).name, self._service.admission.taken)
-        self._draining = asyncio.ensure_future(self._drain())
-
-    async def _drain(self) -> None:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._grace
-        while self._service.admission.taken and loop.time() < end:
+        end = time.monotonic() + self._grace
+        while self._service.admission.taken and time.monotonic() < end:
             await asyncio.sleep(0.05)
         await self._service.worker.close()
         self.should_exit = True

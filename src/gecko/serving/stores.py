@@ -16,6 +16,7 @@ from gecko.serving.limits import ApiError, invalid
 from gecko.state import GeckoState
 
 SUFFIX = ".state"
+MAX_RESPONSES = 10_000
 _STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_LOADED = 4
 """Number of states kept in memory after use."""
@@ -32,27 +33,30 @@ class SavedStates:
 
     def __init__(self, folder: Path | None, max_bytes: int = 0) -> None:
         self._folder, self._max_bytes = folder, max_bytes
+        self.saves = folder is not None and max_bytes > 0
+        """Whether states may be saved and deleted."""
         # Size and modification time may equal those of a replaced file: all states of a model have the same size.
         self._read = lru_cache(_MAX_LOADED)(lambda path, inode, changed, modified, size: GeckoState.load(path))
         self._writing = threading.Lock()
 
-    def names(self) -> list[str]:
-        return [path.name.removesuffix(SUFFIX) for path in self._paths()]
-
-    def describe(self) -> list[dict[str, Any]]:
+    def describe_all(self) -> list[dict[str, Any]]:
         """Return name, size and time of each state in the folder."""
         found = []
-        for path in self._paths():
+        for path in [] if self._folder is None else sorted(self._folder.glob(f"*{SUFFIX}")):
             with suppress(FileNotFoundError):  # deleted just now
-                found.append(_describe(path))
+                if path.is_file() and _STATE_NAME.fullmatch(path.name.removesuffix(SUFFIX)):
+                    found.append(_describe(path))
         return found
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Describe one state with the number of tokens that it has read; errors as for ``load``."""
+        position = self.load(name).position[0]
+        return {**_describe(self._path(name)), "position": position}
 
     def load(self, name: str) -> GeckoState:
         """Load the state with this name. Raise ApiError 404 if there is no such state; 400 if its file is damaged or
         does not hold a state of one row."""
-        path = self._path(name)
-        if not path.is_file():
-            raise _not_found(name)
+        path = self._path(name, exists=True)
         try:
             facts = path.stat()
             state = self._read(path, facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
@@ -80,48 +84,31 @@ class SavedStates:
         with self._writing:
             self.check_new(name)
             size = state.num_bytes + _HEADER_BYTES + _TENSOR_BYTES * len(state.tensors())
-            used = sum(one["bytes"] for one in self.describe())
+            used = sum(one["bytes"] for one in self.describe_all())
             if used + size > self._max_bytes:
                 there = f"there are {used:,}, and this one has {size:,}"
                 message = f"all states together must have at most {self._max_bytes:,} bytes; {there}. Delete some"
                 raise ApiError(400, message, code="states_full")
             path = self._path(name)
             state.save(path)
-            return _describe(path) | {"position": state.position[0]}
+            return {**_describe(path), "position": state.position[0]}
 
     def delete(self, name: str) -> None:
         """Delete the file of a state; ApiError 404 if there is none, 403 if states are not deleted."""
         self._check_writable()
-        path = self._path(name)
         with self._writing:
-            if not path.is_file():
-                raise _not_found(name)
-            path.unlink()
+            self._path(name, exists=True).unlink()
 
-    def position(self, name: str) -> dict[str, Any]:
-        """Describe one state with the number of tokens that it has read; errors as for ``load``."""
-        state = self.load(name)
-        return _describe(self._path(name)) | {"position": state.position[0]}
-
-    def _path(self, name: str) -> Path:
-        """Return the path of a state, which stays inside the folder; ApiError if the name or the folder is missing."""
+    def _path(self, name: str, *, exists: bool = False) -> Path:
+        """Return the path of a state, which stays inside the folder. Raise ApiError if the name is none, there is no
+        folder, or the file has to exist and does not."""
         if self._folder is None:
             message = "this server offers no states; start it with gecko serve --states FOLDER"
             raise ApiError(400, message, param="state")
-        if not _STATE_NAME.fullmatch(name):
-            raise _not_found(name)
-        return self._folder / f"{name}{SUFFIX}"
-
-    def _paths(self) -> list[Path]:
-        if self._folder is None:
-            return []
-        found = (path for path in self._folder.glob(f"*{SUFFIX}") if path.is_file())
-        return sorted(path for path in found if _STATE_NAME.fullmatch(path.name.removesuffix(SUFFIX)))
-
-    @property
-    def saves(self) -> bool:
-        """Whether states may be saved and deleted."""
-        return self._folder is not None and self._max_bytes > 0
+        path = self._folder / f"{name}{SUFFIX}"
+        if not _STATE_NAME.fullmatch(name) or (exists and not path.is_file()):
+            raise ApiError(404, f"there is no state {name[:100]!r}", code="state_not_found", param="state")
+        return path
 
     def _check_writable(self) -> None:
         if not self.saves:
@@ -131,17 +118,8 @@ class SavedStates:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    facts = path.stat()
-    return {
-        "id": path.name.removesuffix(SUFFIX), "object": "state", "bytes": facts.st_size, "created": int(facts.st_mtime)
-    }  # fmt: skip
-
-
-def _not_found(name: str) -> ApiError:
-    return ApiError(404, f"there is no state {name[:100]!r}", code="state_not_found", param="state")
-
-
-MAX_RESPONSES = 10_000
+    facts, name = path.stat(), path.name.removesuffix(SUFFIX)
+    return {"id": name, "object": "state", "bytes": facts.st_size, "created": int(facts.st_mtime)}
 
 
 @dataclass(frozen=True)
@@ -164,10 +142,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Least-recently-used store of responses; thread-safe.
-
-    All of them, with their states, take ``max_bytes`` at most; a larger response is not stored.
-    """
+    """Least-recently-used store of responses, which take ``max_bytes`` at most with their states; thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
@@ -175,7 +150,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Store a response; the least recently used ones are evicted."""
+        """Store a response, unless it is too large alone; the least recently used ones are evicted."""
         if response.num_bytes > self._max_bytes:
             return
         with self._lock:
@@ -193,15 +168,14 @@ class ResponseStore:
 
     def find(self, response_id: str) -> StoredResponse:
         """Return a response; ApiError 404 if there is none with this id."""
-        found = self.get(response_id)
-        if found is None:
+        if (found := self.get(response_id)) is None:
             message = f"Response with id '{response_id[:100]}' not found."
             raise ApiError(404, message, code="response_not_found")
         return found
 
-    def delete(self, response_id: str) -> bool:
-        """Delete a response; return whether it was there."""
+    def delete(self, response_id: str) -> None:
+        """Delete a response; ApiError 404 if there is none with this id."""
+        self.find(response_id)
         with self._lock:
             response = self._found.pop(response_id, None)
             self._bytes -= 0 if response is None else response.num_bytes
-            return response is not None
