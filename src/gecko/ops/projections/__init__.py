@@ -115,7 +115,8 @@ class ProjectionsGPU(torch.autograd.Function):
             if made:
                 torch._foreach_copy_(made, others)
             found = iter(made)
-            x, *cast = (next(found) if t is not None and dtype not in (None, t.dtype) else t for t in given)
+            cast: list[Any] = [next(found) if t is not None and dtype not in (None, t.dtype) else t for t in given]
+            x, *cast = cast
             _, needs_x, *needed = ctx.needs_input_grad
             kept = cast[:count] if needs_x else [None] * count
             ctx.save_for_backward(x if any(needed[:count]) else None, *kept)

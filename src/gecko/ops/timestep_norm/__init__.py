@@ -70,8 +70,8 @@ def timestep_norm(
             decays = None if betas is None else torch.tensor(betas, dtype=torch.float64, device="cpu")
             check_shape("state.variance", state.variance, state.mean.shape)
             check_shape("state.count", state.count, (batch,))
-            given = state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, segments.ends, decays
-            y, *after = TimestepNormCPU.run(x, weight, bias, *given, float(eps))
+            before = state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, segments.ends
+            y, *after = TimestepNormCPU.run(x, weight, bias, *before, decays, float(eps))
             return y.to(wanted), type(state)(*after)
     wide = x.to(dtype)
     with full_precision(x):
