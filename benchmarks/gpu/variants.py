@@ -130,9 +130,7 @@ def _chain(launch: Launch, stages: int) -> Launch:
 
 
 _CHAIN = ("working_memory._chain_backward_kernel",)
-_BARRIERS = {
-    f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_heads", "triton_mixer", "triton_rows")
-}  # fmt: skip
+_BARRIERS = {f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in ("triton_mixer", "triton_rows")}
 
 OPERATORS = {"memory chain": MEMORY}
 """By family, the operator that shows it."""

@@ -24,7 +24,7 @@ OPERATORS = Path("src/gecko/ops")
 TESTS = {
     "cema": "test_cema", "chunk_attention": "test_chunk_attention", "decoding": "test_decoding",
     "feed_forward": "test_gates", "gates": "test_gates", "loss": "test_loss", "norms": "test_norms",
-    "qk_scale_shift": "test_qk_scale_shift", "timestep_norm": "test_timestep_norm",
+    "qk_scale_shift": "test_gates", "timestep_norm": "test_timestep_norm",
     "working_memory": "test_working_memory",
 }  # fmt: skip
 """Name of the test file by the folder of the operator."""

@@ -13,30 +13,16 @@ from gecko.ops.backends.dispatch import custom_op
 
 
 @custom_op("tested_twice_backward")
-def _backward(grad: Tensor, x: Tensor, factors: list[Tensor], power: int) -> Tensor:
-    return grad * power * x ** (power - 1) * factors[0]
+def _backward(grad: Tensor, x: Tensor, y: Tensor | None, factors: list[Tensor], power: int) -> tuple[Tensor, Tensor]:
+    by_y = x**power * factors[0] * grad
+    return (grad if y is None else grad * y) * power * x ** (power - 1) * factors[0], by_y
 
 
-@custom_op("tested_twice")
+@custom_op("tested_twice", _backward, of=[0, 1], results=1)
 def _powers(x: Tensor, y: Tensor | None, factors: list[Tensor], power: int) -> tuple[Tensor, Tensor]:
     """Return x^power times a factor and y, and x², which has no gradient."""
     out = x**power * factors[0]
     return out if y is None else out * y, x * x
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, y, factors, ctx.power = inputs
-    ctx.save_for_backward(x, y, *factors)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _pass_back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    x, y, *factors = ctx.saved_tensors
-    by_y = x**ctx.power * factors[0] * grad if ctx.needs_input_grad[1] else None
-    return _backward(grad if y is None else grad * y, x, factors, ctx.power), by_y, [None] * len(factors), None
-
-
-_powers.register_autograd(_pass_back, setup_context=_keep)
 
 
 class _Seen(TorchDispatchMode):
@@ -75,18 +61,11 @@ def _multiples(x: Tensor, count: int) -> list[Tensor]:
     return [x * (place + 1) for place in range(count)]
 
 
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    pass
+def _pass_back(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return sum((grad * (place + 1) for place, grad in enumerate(grads)), torch.zeros_like(grads[0])), None
 
 
-def _pass_back_multiples(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    total = torch.zeros_like(grads[0])
-    for place, grad in enumerate(grads):
-        total = total + grad * (place + 1)
-    return total, None
-
-
-_multiples.register_autograd(_pass_back_multiples, setup_context=_keep_nothing)
+_multiples.register_autograd(_pass_back, setup_context=lambda ctx, inputs, output: None)
 
 
 @pytest.mark.parametrize("used", [[0, 1, 2], [1], [2, 0]])

@@ -15,8 +15,16 @@ from gecko.segments import Segments
 C = cases.CHUNK
 
 
-@pytest.mark.parametrize(("law", "case"), laws.over(cases.COMMON))
-@pytest.mark.parametrize("operator", cases.MEMORIES, ids=str)
+ADAPTIVE, *OTHERS = cases.MEMORIES
+
+
+@pytest.mark.parametrize(
+    ("operator", "law", "case"),
+    [
+        *(pytest.param(ADAPTIVE, *x.values, id=f"{ADAPTIVE}-{x.id}") for x in laws.over(cases.COMMON)),
+        *(pytest.param(o, *x.values, id=f"{o}-{x.id}") for o in OTHERS for x in laws.over(cases.ONE_CONFIGURATION)),
+    ],
+)
 def test_working_memory(operator, law, case):
     law(operator, case)
 
@@ -33,9 +41,9 @@ def test_working_memory_gradients_are_numerical(operator, case):
     laws.gradients_are_numerical(operator, case)
 
 
-def _inputs(length: int) -> list[torch.Tensor]:
+def _inputs(length: int, widths: tuple[int, ...] = (3, 3, 4)) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
-    return [torch.randn(1, 2, length, d, generator=generator, dtype=torch.float64) for d in (3, 3, 4)]
+    return [torch.randn(1, 2, length, d, generator=generator, dtype=torch.float64) for d in widths]
 
 
 @pytest.mark.parametrize("rule", ["adaptive", "linear", "orthogonal"])
@@ -99,9 +107,10 @@ def test_linear_memory_is_the_delta_rule():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 @pytest.mark.parametrize("shift", [0.0, -300.0, 300.0])
-def test_adaptive_memory_is_bounded_however_large_the_keys(shift, packed):
+@pytest.mark.parametrize("widths", [(3, 3, 4), (16, 16, 32)], ids=["eager", "C"])
+def test_adaptive_memory_is_bounded_however_large_the_keys(widths, shift, packed):
     """Check gradients as well: values that a mask hides (padding, other documents) must not overflow."""
-    q, k, v = (x.float().requires_grad_() for x in _inputs(61))
+    q, k, v = (x.float().requires_grad_() for x in _inputs(61, widths))
     ids = (torch.arange(61) >= 13).long().unsqueeze(0) if packed else None
     out, state = working_memory(q, 200 * k + shift, v, C, segments=Segments.build(1, 61, segment_ids=ids))
     (out.sum() + sum(x.sum() for x in state.tensors().values() if x.is_floating_point())).backward()

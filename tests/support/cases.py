@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from support.short_convolution import short_convolution_reference
 from torch import Tensor
 
 import gecko
@@ -271,6 +270,23 @@ def _memory(rule: str, key: int = 3, value: int = 4) -> Operator:
 MEMORIES = [_memory("adaptive"), _memory("linear"), _memory("orthogonal")]
 
 
+def short_convolution_reference(x: Tensor, taps: Tensor, state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Compute ``short_convolution`` step by step, one row at a time."""
+    weights, outputs, states = taps.softmax(-1), [], []
+    for row in range(segments.batch):
+        begin, held = int(segments.clock.position[row]), list(state[row].unbind(0))
+        found = []
+        for t, step in enumerate(x[row].unbind(0)):
+            read = begin + t - int(segments.document_starts[row, t])  # steps of the document before this one
+            held = [old if len(held) - i <= read else torch.zeros_like(old) for i, old in enumerate(held)]
+            window = [*held, step]
+            found.append(sum((weights[:, i] * old for i, old in enumerate(window)), torch.zeros_like(step)))
+            held = window[1:]
+        outputs.append(torch.stack(found))
+        states.append(torch.stack(held) if held else state[row])
+    return torch.stack(outputs), torch.stack(states)
+
+
 def _convolution(width: int, channels: int) -> Operator:
     return Operator(
         f"convolution-{width}x{channels}", 1,
@@ -297,6 +313,8 @@ WIDE = [
     _memory("adaptive", 32, 80),
 ]
 """Heads as large as the C kernels require, and larger than one of their blocks."""
+FIRST = [WIDE[0], WIDE[2], WIDE[6], WIDE[9]]
+"""One of each operator, and of attention with short and long chunks."""
 
 # Models. Every value of every field that selects another code path occurs in several variants.
 
@@ -409,6 +427,9 @@ SINGLE = [
 
 ONE_CONFIGURATION = [case for case in COMMON if case.length in (1, 9, 40, 50)]
 """Cases for other configurations of an operator."""
+
+SINGLE_OF_OTHERS = [case for case in SINGLE if case.length in (9, 40, 50, 130, 300)]
+"""Those of other configurations of the C kernels."""
 
 TINY = [Case(10, "one", (19,), batch=1), Case(10, "packed", (19,), batch=1), Case(1, "one", (19,), batch=1)]
 """Cases for numerical gradients: they end inside a chunk, and every part of the state is in use at the start."""

@@ -60,6 +60,11 @@ def empty_contiguous(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+    """Return contiguous tensors by name, as arguments of a kernel."""
+    return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
+
+
 def float32_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a b in float32 for two matrices, or batches of them, of one dtype. Sums over 16-bit factors are not
     rounded."""

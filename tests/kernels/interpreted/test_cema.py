@@ -11,7 +11,7 @@ from kernels.agreement import is_well_registered, normal
 from kernels.recording import take_kernels
 from support import cases, laws
 
-from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, triton_coefficients, varlen_tiles
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, varlen_tiles
 from gecko.ops.cema.varlen_tiles import VarlenTilePlan
 from gecko.segments import Segments
 
@@ -26,7 +26,21 @@ def _kernels_run() -> Iterator[None]:
         yield
 
 
-SINGLE = [dataclasses.replace(case, dtype=torch.float32) for case in cases.COMMON]
+SINGLE = [
+    dataclasses.replace(case, dtype=torch.float32)
+    for case in (
+        cases.Case(63), cases.Case(127, "packed"), cases.Case(63, "singles"), cases.Case(50, "edges"),
+        cases.Case(30, "first", (17, 17)), cases.Case(40, "packed", (23, 16)), cases.Case(40, "last", (13,)),
+        cases.Case(50, "packed", (0, 3, 19, 16), batch=4),
+    )
+]  # fmt: skip
+SHORT = [
+    dataclasses.replace(case, dtype=torch.float32)
+    for case in (
+        cases.Case(9, "packed"), cases.Case(2, "one", (5, 22)), cases.Case(12, "first", (17, 17)),
+        cases.Case(1, "packed", (15, 16, 23, 24), batch=4),
+    )
+]  # fmt: skip
 LONG = [
     cases.Case(700, "one", (5,), batch=1, dtype=torch.float32),
     cases.Case(600, "packed", (21,), dtype=torch.float32),
@@ -38,7 +52,7 @@ PARTED = {"B2-T40-packed-after23+16-float32", str(LONG[-1])}
 """Cases that are also read in parts. Short parts are computed without the kernels, which is slow here."""
 
 LAWS = [
-    parameter for parameter in laws.over([*(case for case in SINGLE if case.length >= 16), *LONG])
+    parameter for parameter in laws.over([*SINGLE, *LONG])
     if parameter.values[0] is not laws.split_anywhere or str(parameter.values[1]) in PARTED
 ]  # fmt: skip
 
@@ -48,7 +62,7 @@ def test_cema(law, case):
     law(CEMA, case)
 
 
-@pytest.mark.parametrize("case", [case for case in SINGLE if case.length < 20], ids=str)
+@pytest.mark.parametrize("case", SHORT, ids=str)
 def test_tokens_without_gradients(case):
     """Decode token by token, with the kernel for one token."""
     given = cases.problem(CEMA, case)
@@ -76,8 +90,11 @@ def _call(channels: int, modes: int, length: int, dtype: torch.dtype, batch: int
     return x, CEMACoefficients.from_parameters(*parameters), state, Segments.build(batch, length, segment_ids=ids)
 
 
-@pytest.mark.parametrize(("channels", "modes"), [(17, 16), (16, 1), (9, 11)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("channels", "modes", "dtype"),
+    [*((17, 16, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)), (16, 1, torch.float32),
+     (9, 11, torch.bfloat16)],
+)  # fmt: skip
 def test_cema_of_other_shapes_and_dtypes(channels, modes, dtype):
     """Check more channels than a block and fewer, all modes and one. Before the result is rounded to 16
     bits, its error must be below that rounding of the tensor's largest number."""
@@ -137,12 +154,9 @@ def _op_arguments(length: int = 40) -> tuple[object, ...]:
     return (*leaves, plan.continues, list(plan.forwards), list(plan.backwards), plan.unit)
 
 
-def test_the_operator_is_registered_in_full():
-    torch.library.opcheck(triton._cema.registered, _op_arguments())
-
-
-def test_the_operator_compiles_in_one_graph():
+def test_the_operator_is_registered_in_full_and_compiles_in_one_graph():
     arguments = _op_arguments()
+    torch.library.opcheck(triton._cema.registered, arguments)
 
     def squared(*given: object) -> torch.Tensor:
         y, after, *_ = torch.ops.gecko.cema(*given)
@@ -156,8 +170,9 @@ def test_the_operator_compiles_in_one_graph():
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("channels", "modes"), [(5, 3), (130, 16), (1, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("channels", "modes", "dtype"), [(5, 3, torch.bfloat16), (130, 16, torch.float32), (1, 1, torch.float32)]
+)
 def test_coefficients_and_their_gradients(channels, modes, dtype):
     """Coefficients are rounded once, as a token's index multiplies their errors; also log |q| of δ down to −30."""
     shapes = (channels, modes), (channels, modes), (channels,), (channels, modes, 2)
@@ -190,7 +205,7 @@ def test_coefficients_of_which_some_have_no_gradient():
 
 
 def test_coefficients_are_well_registered():
-    is_well_registered(triton_coefficients.coefficients_triton, normal(5, 3), normal(5, 3, seed=1), normal(5))
+    is_well_registered(triton.coefficients_triton, normal(5, 3), normal(5, 3, seed=1), normal(5))
 
 
 def test_long_memories_stay_accurate():

@@ -28,7 +28,6 @@ def jobs():
 @pytest.mark.parametrize(
     ("variant", "text"),
     [
-        ("gecko", Text(2, 2, "few", batch=1)),
         ("gecko", Text(4, 2, "few", batch=1)),
         ("window-linear", Text(2, 2, "few", read=16, batch=1)),
     ],

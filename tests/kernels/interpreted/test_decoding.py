@@ -21,7 +21,7 @@ from gecko.inference.decoder import Decoder
 from gecko.inference.packed_weights import _ONLY_IN_PYTORCH, PackedWeights, decoder_of
 from gecko.inference.request import Request, Token
 from gecko.ops.backends.dispatch import Launch
-from gecko.ops.decoding import triton_step
+from gecko.ops.decoding import triton as steps
 from gecko.ops.decoding.triton_rows import choose_kernel, draw_kernel, turn_kernel
 from gecko.state import GeckoState
 
@@ -131,8 +131,8 @@ def test_steps_are_calls_in_float64(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["gecko", "qwen2", "llama-window"])
 def test_slots_that_a_row_does_not_see_are_passed_over(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring of several tiles has slots before the window, before the document, and after the token."""
-    monkeypatch.setattr(triton_step, "_KEYS", 256)
-    monkeypatch.setattr(triton_step, "_VALUES", 256)
+    monkeypatch.setattr(steps, "_KEYS", 256)
+    monkeypatch.setattr(steps, "_VALUES", 256)
     chunk = 20
     exact = model_of(variant, chunk_size=chunk)
     texts = [tokens_of(1, length + STEPS, seed)[0] for seed, length in enumerate((2, chunk - 4, 2 * chunk + 15))]
@@ -165,7 +165,7 @@ def test_launches_of_one_step_are_those_of_every_step(variant: str, monkeypatch:
     assert all(len(set(text[-STEPS:].tolist())) > 1 for text in texts), "tokens that the device drew"
 
 
-@pytest.mark.parametrize("variant", DECODED)
+@pytest.mark.parametrize("variant", [*SOME, "cumulative"])
 def test_states_in_pages_in_any_order(variant: str) -> None:
     """The input of the head, from states in pages, gives the logits of a decoder with states side by side."""
     exact = model_of(variant)

@@ -11,22 +11,22 @@ from gecko.ops.norms import group_layer_norm, group_rms_norm, norm_of_sum
 from gecko.ops.norms import triton as kernels
 
 EPS = 1e-3
-SHAPES = [((2, 5, 12), 3), ((7, 10), 1), ((1, 33), 1), ((40, 3, 8), 4)]
+F32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize(("shape", "groups"), SHAPES)
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "groups", "affine", "dtype"),
+    [((2, 5, 12), 3, True, F32), ((7, 10), 1, False, BF16), ((1, 33), 1, True, BF16), ((40, 3, 8), 4, False, F32)],
+)
 @pytest.mark.parametrize("centered", [True, False])
 def test_group_norm(shape, groups, affine, dtype, centered, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
     x, weight, bias = normal(*shape, dtype=dtype), *((normal(shape[-1], seed=s) if affine else None) for s in (1, 2))
     eager = group_layer_norm if centered else lambda x, w, b, g, e: group_rms_norm(x, w, g, e)
-    leaves = (x, weight, bias if centered else None)
     agree(
         lambda x, w, b: kernels.group_norm(x, w, b, groups, EPS, centered, dtype),
         lambda x, w, b: eager(x, w, b, groups, EPS),
-        leaves,
+        (x, weight, bias if centered else None),
     )
 
 
@@ -63,11 +63,7 @@ def test_group_norm_reads_tensors_that_are_not_contiguous():
 
 
 @pytest.mark.parametrize("centered", [True, False])
-@pytest.mark.parametrize("branches", [1, 2])
-@pytest.mark.parametrize(
-    ("kept", "branch"),
-    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
-)
+@pytest.mark.parametrize(("kept", "branch", "branches"), [(F32, F32, 1), (F32, BF16, 2), (BF16, BF16, 1)])
 def test_group_norm_of_a_sum(kept, branch, branches, centered, monkeypatch):
     """The norm and the sum are one output, so both have gradients."""
     monkeypatch.setattr(kernels, "PROGRAMS", 3)

@@ -38,7 +38,14 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernels, "_tiles_in_block", lambda together: 4)
 
 
-CASES = [replace(case, dtype=torch.float32) for case in cases.ONE_CONFIGURATION]
+CASES = [
+    replace(case, dtype=torch.float32)
+    for case in (
+        cases.Case(9, "packed"), cases.Case(50, "edges"), cases.Case(40, "packed", (23, 16)),
+        cases.Case(40, "one", (13,)), cases.Case(40, "singles", (13,)),
+        cases.Case(50, "packed", (0, 3, 19, 16), batch=4), cases.Case(1, "packed", (15, 16, 23, 24), batch=4),
+    )
+]  # fmt: skip
 PARTED = {"B4-T50-packed-after0+3+19+16-float32", "B2-T50-edges-float32"}
 """Cases that are also cut at every place, which takes the interpreter as long as all other laws. Their rows have
 different positions, and documents start at the borders of tiles."""
@@ -105,17 +112,5 @@ def test_counts_near_one_keep_their_digits():
 def test_timestep_norm_is_well_registered(betas, small_tiles):
     count, begins = torch.tensor([3, 0]), torch.tensor([[-1, -1, 2, 2, 2, 5, 5]] * 2, dtype=torch.int32)
     mean, variance = normal(2, 3), normal(2, 3, seed=1).detach().abs().requires_grad_()
-    inputs = (
-        normal(2, 7, 6),
-        normal(6),
-        normal(6, seed=1),
-        count,
-        mean,
-        variance,
-        begins,
-        3,
-        betas,
-        1e-5,
-        torch.bfloat16,
-    )
-    is_well_registered(kernels._timestep_norm, *inputs)
+    given = normal(2, 7, 6), normal(6), normal(6, seed=1), count, mean, variance, begins
+    is_well_registered(kernels._timestep_norm, *given, 3, betas, 1e-5, torch.bfloat16)

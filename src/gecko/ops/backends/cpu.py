@@ -1,9 +1,7 @@
 """Load and call the C kernels of all operators, and choose between PyTorch's two libraries for linear layers.
 
-**Files.** The kernels of an operator are in ``ops/NAME/cpu.c`` (and ``cpu_*.c`` if one file is too long), their
-``CFunction`` in ``ops/NAME/__init__.py`` or ``cpu.py``, and code shared by the C files in ``ops/backends/*.h``. The
-kernels need contiguous float32 tensors on the CPU. ``dispatch.choose_backend`` decides when they run. ``cpu_library``
-compiles them.
+**Files.** The kernels of an operator are in ``ops/NAME/cpu*.c``, their ``CFunction`` in ``ops/NAME/__init__.py`` or
+``cpu.py``, and code shared by the C files in ``ops/backends/*.h``. They need contiguous float32 tensors on the CPU.
 
 **Threads** are PyTorch's: its OpenMP runtime is in the process before the library, which uses the same one. Work is
 divided by shape and not by the number of threads, and sums have a fixed order: results are the same on any number of
@@ -13,9 +11,9 @@ cores.
 returns 0, or the number of bytes that the system refused; ``call`` raises MemoryError in that case. The outputs must
 then not be used; the same call can be repeated.
 
-**Linear layers.** For float32 on a CPU, PyTorch uses MKL. MKL does not use AVX-512 on AMD processors. oneDNN, which
-PyTorch also contains, takes half as long there for the same numbers. C kernels with packed weights run if a core's
-cache holds the weights (``cpu_panels.h``).
+**Linear layers.** For float32 on a CPU, PyTorch uses MKL, which does not use AVX-512 on AMD processors. oneDNN, which
+PyTorch also contains, takes half as long there. C kernels with packed weights (``cpu_panels.h``) run if a core's cache
+holds the weights.
 """
 
 from __future__ import annotations

@@ -30,10 +30,6 @@ limited to 65,535 programs.
 sets. There is no autotuning, and no recompilation when the length changes: pass lengths as arguments named in
 ``do_not_specialize``.
 
-**Tests.** ``tests/kernels/interpreted`` runs kernels on CPU tensors, interpreted or simulated with checks of accesses
-and races (``make test-simulated``). ``tests/kernels/compiled`` compiles the launches of models and checks their
-registers.
-
 **Custom operators.** The compiler, and code that traces, counts or transforms PyTorch's operations, sees what
 ``torch.library.custom_op`` registers. The dispatcher costs 50 % more host time per block (``benchmarks/host.py``), so
 calls that are not watched bypass it and are differentiated by a ``torch.autograd.Function``.
@@ -43,7 +39,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -76,18 +72,10 @@ Backend = Literal["triton", "cpu", "eager"]
 
 
 def choose_backend(x: Tensor, *others: Tensor | None, triton: bool = True, cpu: bool = True) -> Backend:
-    """Return the backend for one call of an operator: the first row of this table that holds.
+    """Return the backend for one call of an operator, whose other floating-point inputs are ``others``.
 
-    ========  ==============================================================  =====================
-    backend   tensors                                                         the operator's limits
-    ========  ==============================================================  =====================
-    triton    ``x`` is on a GPU, in at most 32 bits; Triton is installed      ``triton``
-    cpu       all are plain float32 on the CPU; the C library could be built  ``cpu``
-    eager     any                                                             none
-    ========  ==============================================================  =====================
-
-    ``triton`` and ``cpu`` say whether the kernels of the operator support the sizes and options of this call, and
-    ``others`` are its other floating-point inputs or None.
+    It is the first of "triton", if ``triton_kernels_run_on(x)``, "cpu", if ``cpu_kernels_run_on`` all inputs, and
+    "eager", for which ``triton`` and ``cpu`` do not say that its kernels leave out the sizes or options of this call.
     """
     if triton and triton_kernels_run_on(x):
         return "triton"
@@ -228,58 +216,70 @@ class CustomOp:
     def __init__(self, name: str, forward: Callable[..., Any]) -> None:
         self.registered = torch.library.custom_op(name, forward, mutates_args=())
         self.registered.register_fake(forward)  # it allocates the outputs, and without values launches nothing
-        self._name, self._forward = name, forward
-        self._function: type[torch.autograd.Function] | None = None
+        self._name, self._forward = name.replace("::", "_"), forward
+        self._differentiable: Callable[..., Any] = self.registered
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register the backward pass, as ``torch.library.register_autograd`` does."""
         self.registered.register_autograd(backward, setup_context=setup_context)
-        self._function = _function(self._name, self._forward, backward, setup_context)
+
+        def run(ctx: Any, *arguments: Any) -> Any:
+            output = self._forward(*arguments)
+            setup_context(ctx, arguments, output)
+            ctx.lists = isinstance(output, list)
+            return tuple(output) if ctx.lists else output
+
+        def differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            found = backward(ctx, list(grads)) if ctx.lists else backward(ctx, *grads)
+            parts = found if isinstance(found, tuple) else (found,)
+            return tuple(None if isinstance(x, list) else x for x in parts)
+
+        methods = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
+        self._differentiable = type(self._name, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
 
     def __call__(self, *arguments: Any) -> Any:
-        if is_watched():
-            return self.registered(*arguments)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if not all(type(x) in PLAIN for x in tensors):
+        if is_watched() or not all(type(x) in PLAIN for x in tensors):
             return self.registered(*arguments)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-            return self._forward(*arguments)
-        return self.registered(*arguments) if self._function is None else self._function.apply(*arguments)
-
-
-def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save all inputs for the backward pass, for operators of tensors only."""
-    ctx.save_for_backward(*inputs)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return self._differentiable(*arguments)
+        return self._forward(*arguments)
 
 
 def custom_op(
-    name: str, backward: Callable[..., Any] | None = None, keep: Callable[..., None] = keep_inputs
-) -> Callable[[Callable[..., Any]], CustomOp]:
-    """Return a decorator that makes a function the operator ``gecko::name``, with the backward pass and the
-    ``setup_context`` of ``torch.library.register_autograd``."""
+    name: str, gradient: Callable[..., Any] | None = None, of: Sequence[int] = (),
+    saves: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda inputs, output: inputs,
+    results: int | None = None, zeros: bool = True,
+) -> Callable[[Callable[..., Any]], CustomOp]:  # fmt: skip
+    """Return a decorator that makes a function the operator ``gecko::name``.
+
+    Args:
+        gradient: takes the gradients of the outputs, then what ``saves`` chose of inputs and output, and returns those
+            of the inputs ``of``. Inputs that are None have none.
+        results: number of outputs with gradients; those after them are for the backward pass only. None: all.
+        zeros: whether the gradient of an output that nobody used is zeros, else None.
+    """
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        chosen = saves(inputs, output)
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in chosen))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in chosen]
+        ctx.absent = [isinstance(x, Tensor) or ([None] * len(x) if isinstance(x, list) else None) for x in inputs]
+        ctx.set_materialize_grads(zeros)
+        if results is not None:
+            ctx.mark_non_differentiable(*output[results:])
+
+    def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        assert gradient is not None
+        saved = (other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True))
+        found = gradient(*grads[:results], *saved)
+        by_place = dict(zip(of, found if isinstance(found, tuple) else (found,), strict=True))
+        return tuple(by_place.get(place) if absent is True else absent for place, absent in enumerate(ctx.absent))
 
     def decorate(forward: Callable[..., Any]) -> CustomOp:
         made = CustomOp(f"gecko::{name}", forward)
-        if backward is not None:
-            made.register_autograd(backward, setup_context=keep)
+        if gradient is not None:
+            made.register_autograd(differentiate, setup_context=keep)
         return made
 
     return decorate
-
-
-def _function(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
-) -> type[torch.autograd.Function]:
-    def run(ctx: Any, *arguments: Any) -> Any:
-        output = forward(*arguments)
-        setup_context(ctx, arguments, output)
-        ctx.lists = isinstance(output, list)
-        return tuple(output) if ctx.lists else output
-
-    def differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = backward(ctx, list(grads)) if ctx.lists else backward(ctx, *grads)
-        parts = found if isinstance(found, tuple) else (found,)
-        return tuple(None if isinstance(x, list) else x for x in parts)
-
-    methods = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
-    return type(name.replace("::", "_"), (torch.autograd.Function,), methods)

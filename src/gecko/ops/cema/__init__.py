@@ -67,7 +67,13 @@ def cema(
         if padded:
             return run_by_length(partial(cema, coefficients=coefficients, skip=skip), (x,), state, segments)
         if backend == "cpu":
-            return _cema_cpu(x, coefficients, state, segments, skip)
+            factor = torch.view_as_real(coefficients.decay())
+            check_shape("coefficients' decay", factor, (channels, modes, 2))
+            check_shape("coefficients.output", coefficients.output, (channels, modes, 2))
+            omega = x.new_zeros(channels) if skip is None else skip
+            ends = None if torch.is_grad_enabled() else segments.ends
+            given = coefficients.input, factor, coefficients.output, omega, state, segments.start_flags, ends
+            return CEMACPU.run(x, *given)
         if length > 1:
             y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
             return y.to(x.dtype), state
@@ -127,18 +133,6 @@ def cema_state_before(
     _, end = cema(x, filters, state, segments=segments)
     arriving = exchange.send((), [end])
     return receive
-
-
-def _cema_cpu(
-    x: Tensor, coefficients: CEMACoefficients, state: Tensor, segments: Segments, skip: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    factor = torch.view_as_real(coefficients.decay())
-    check_shape("coefficients' decay", factor, (*coefficients.input.shape, 2))
-    check_shape("coefficients.output", coefficients.output, (*coefficients.input.shape, 2))
-    skip = x.new_zeros(x.shape[-1]) if skip is None else skip
-    ends = None if torch.is_grad_enabled() else segments.ends
-    given = coefficients.input, factor, coefficients.output, skip, state, segments.start_flags, ends
-    return CEMACPU.run(x, *given)
 
 
 _LANES, _TILE, _TOGETHER = 16, 64, 4

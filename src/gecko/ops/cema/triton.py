@@ -3,16 +3,11 @@
 A program processes a few channels of one row, one tile of sixteen items at a time (``varlen_tiles.py``). For each
 channel the items are the rows of matrix products with the tables of a chunk of C steps (``chunked.py``), which are
 kept in registers. The program computes what each item adds to the state, x G, then the state before each item by a scan
-over the sixteen items. Then it reads x again from the cache and computes y = x T + h W and h ← q^C h + x G.
+over the sixteen items. Then it reads x again, from the cache, and computes y = x T + h W and h ← q^C h + x G.
 
 The gradient of x is the same filter run backwards in time with γ and p exchanged. The skip connection ω x is added to
-k[0], so it needs no extra pass. The gradients of the coefficients need one more forward pass with ∂h / ∂ log q
-(``triton_backward.py``). Only x, the states before and after the call and small tables are saved for the backward pass.
-
-Forward and both parts of backward (inputs, and coefficients) each move x twice: two reads or a read and a write. With N
-= 16 modes in bfloat16 they take 288, 288 and 256 multiply-adds per token and channel, and 26, 26 and 40 instructions
-per thread (``benchmarks/gpu_budget.py``), about as long as the bytes. The second read of a tile (16 items of at most
-512 tokens, 8 channels: 128 KiB) hits the L2 cache. One row gives D / 8 programs.
+k[0]. The gradients of the coefficients need one more forward pass with ∂h / ∂ log q (``triton_backward.py``). Only x,
+the states before and after the call and small tables are saved.
 
 For bfloat16 x, C = 32 and factors are bfloat16: x is exact, tables and states are the sum of two bfloat16 numbers (16
 bits), except in the pass over coefficients, where they are one. For float16 x, C = 16 and products are tf32, which
@@ -22,12 +17,15 @@ products of states and gradients are three tf32 products. For float32, C = 16 an
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import Launch, blocks, custom_op
+from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 from gecko.ops.cema.chunked import CEMACoefficients, cema_chunked
 from gecko.ops.cema.triton_backward import coefficient_gradients_kernel, gradients_kernel, response_kernel
 from gecko.ops.cema.triton_forward import filter_kernel
@@ -68,25 +66,8 @@ def _table(tensor: Tensor) -> Tensor:
     return tensor.float().contiguous()
 
 
-class _Tables(NamedTuple):
-    """Tables that the passes over tokens read: k of one chunk (D, C), and q and p as complex numbers (D, N, 2)."""
-
-    response: Tensor
-    decay: Tensor
-    input: Tensor
-
-    @classmethod
-    def of(
-        cls, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None, chunk: int
-    ) -> _Tables:
-        response = input.new_empty(len(input), chunk)
-        decay, pair = torch.empty_like(output), torch.empty_like(output)
-        tensors = {
-            "p_in": input, "p_log": log_damping, "p_angle": angle, "p_out": output, "p_skip": skip,
-            "p_response": response, "p_decay": decay, "p_pair": pair,
-        }  # fmt: skip
-        Launch(response_kernel, _grid(input), tensors | _sizes(input, chunk), warps=4).run()
-        return cls(response, decay, pair)
+_Tables = tuple[Tensor, Tensor, Tensor]
+"""Tables that the passes over tokens read: k of one chunk (D, C), and q and p as complex numbers (D, N, 2)."""
 
 
 def _grid(p: Tensor) -> tuple[int]:
@@ -103,10 +84,10 @@ def _filter(
     items: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y and the state after it; with ``continues``, backwards in time."""
-    (batch, _, channels), modes = x.shape, into.shape[1]
+    (batch, _, channels), modes, (response, decay, _) = x.shape, into.shape[1], tables
     y, after = torch.empty_like(x), into.new_empty(batch, channels, modes, 2)
     arguments = {
-        "p_x": x, "p_y": y, "p_response": tables.response, "p_in": into, "p_out": out, "p_decay": tables.decay,
+        "p_x": x, "p_y": y, "p_response": response, "p_in": into, "p_out": out, "p_decay": decay,
         "p_before": before, "p_after": after, "p_continues": continues, "reverse": continues is not None,
         # One channel per warp: the tables and the sixteen items of two channels do not fit into its registers.
         "modes": modes, "b_d": 8, "b_n": MOST_MODES, **_tokens(x, items, unit),
@@ -135,74 +116,150 @@ def _registers(x: Tensor) -> int | None:
 
 @custom_op("cema_backward")
 def _backward(
-    grad: Tensor, grad_after: Tensor | None, x: Tensor, output: Tensor, response: Tensor, decay: Tensor,
+    grad: Tensor | None, grad_after: Tensor | None, x: Tensor, output: Tensor, response: Tensor, decay: Tensor,
     input: Tensor, before: Tensor | None, after: Tensor, continues: Tensor, forwards: list[Tensor],
     backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, input, log_damping, angle, output, skip and before."""
-    tables = _Tables(response, decay, input)
+    grad = torch.zeros_like(x) if grad is None else grad.contiguous()
+    grad_after = None if grad_after is None else grad_after.contiguous()
+    tables = response, decay, input
     grad_x, grad_before = _filter(grad, tables, output, input, grad_after, continues, backwards, unit)
-    sums = _sums(grad, x, tables, before, forwards, unit)
+    (batch, _, channels), modes, chunk = x.shape, input.shape[1], _chunk(x, unit)
+    # Σ g h and Σ g ∂h/∂log q without the inputs of the chunk of each step, ∂h/∂log q after the last step, all
+    # (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks, (B, D, C, C).
+    sums, derivatives, last = (input.new_empty(batch, channels, modes, 2) for _ in range(3))
+    correlation = input.new_empty(batch, channels, chunk, chunk)
+    arguments = {
+        "p_x": x, "p_grad": grad, "p_in": input, "p_decay": decay, "p_before": before, "p_sums": sums,
+        "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, "modes": modes, "b_d": 8, "b_n": 8,
+        **_tokens(x, forwards, unit),
+    }  # fmt: skip
+    grid = batch, blocks(channels, 8) * blocks(modes, 8)
+    Launch(gradients_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
     states = {"p_after": after, "p_grad_after": grad_after, "p_before": before, "p_grad_before": grad_before}
-    given = {"p_in": input, "p_out": output, "p_decay": decay, "batch": len(x), **sums, **states}
+    given = {
+        "p_in": input, "p_out": output, "p_decay": decay, "batch": batch, "p_sums": sums, "p_derivatives": derivatives,
+        "p_last": last, "p_correlation": correlation, **states,
+    }  # fmt: skip
     by_input, by_log, by_angle = (input.new_empty(input.shape[:2]) for _ in range(3))
     by_output, by_skip = torch.empty_like(output), input.new_empty(len(input))
     gradients = {
         "p_grad_in": by_input, "p_grad_log": by_log, "p_grad_angle": by_angle, "p_grad_out": by_output,
         "p_grad_skip": by_skip,
     }  # fmt: skip
-    sizes = _sizes(input, _chunk(x, unit)) | {"lags": 8}
+    sizes = _sizes(input, chunk) | {"lags": 8}
     Launch(coefficient_gradients_kernel, _grid(input), given | gradients | sizes, warps=4).run()
     return grad_x, by_input, by_log, by_angle, by_output, by_skip, grad_before
 
 
-def _sums(
-    grad: Tensor, x: Tensor, tables: _Tables, before: Tensor | None, items: list[Tensor], unit: int
-) -> dict[str, Tensor]:
-    """Return Σ g h and Σ g ∂h/∂log q without the inputs of the chunk of each step, ∂h/∂log q after the last step, all
-    (B, D, N, 2), and the correlation Σ x_s g_t of steps s and t within a chunk over all chunks, (B, D, C, C)."""
-    (batch, _, channels), modes, given = x.shape, tables.input.shape[1], _tokens(x, items, unit)
-    sums, derivatives, last = (tables.input.new_empty(batch, channels, modes, 2) for _ in range(3))
-    correlation = tables.input.new_empty(batch, channels, given["chunk"], given["chunk"])
-    arguments = {
-        "p_x": x, "p_grad": grad, "p_in": tables.input, "p_decay": tables.decay, "p_before": before, "p_sums": sums,
-        "p_derivatives": derivatives, "p_correlation": correlation, "p_after": last, "modes": modes, "b_d": 8, "b_n": 8,
-        **given,
-    }  # fmt: skip
-    grid = batch, blocks(channels, 8) * blocks(modes, 8)
-    Launch(gradients_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
-    return {"p_sums": sums, "p_derivatives": derivatives, "p_last": last, "p_correlation": correlation}
+def _saved(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    x, _, _, _, out, _, *rest = inputs
+    before, after, tables = rest[0], output[1], output[2:]
+    return x, out, *tables, before, after, *rest[1:]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, _, _, out, skip, before, continues, forwards, backwards, ctx.unit = inputs
-    _, after, *tables = output
-    ctx.absent = skip is None, before is None
-    ctx.items = len(forwards)
-    ctx.save_for_backward(x, out, *tables, before, after, continues, *forwards, *backwards)
-    ctx.mark_non_differentiable(*tables)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, grad_after: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    x, *saved = ctx.saved_tensors
-    items = -2 * ctx.items
-    grad = torch.zeros_like(x) if grad is None else grad.contiguous()
-    grads = _backward(
-        grad, None if grad_after is None else grad_after.contiguous(), x, *saved[:items],
-        saved[items : -ctx.items], saved[-ctx.items :], ctx.unit,
-    )  # fmt: skip
-    without_skip, without_before = ctx.absent
-    *given, by_skip, grad_before = grads
-    by_skip, grad_before = None if without_skip else by_skip, None if without_before else grad_before
-    return *given, by_skip, grad_before, None, [None] * ctx.items, [None] * ctx.items, None
-
-
-@custom_op("cema", _differentiate, _keep)
+@custom_op("cema", _backward, of=range(7), saves=_saved, results=2, zeros=False)
 def _cema(
     x: Tensor, input: Tensor, log_damping: Tensor, angle: Tensor, output: Tensor, skip: Tensor | None,
     before: Tensor | None, continues: Tensor, forwards: list[Tensor], backwards: list[Tensor], unit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tables = _Tables.of(input, log_damping, angle, output, skip, _chunk(x, unit))
-    y, after = _filter(x, tables, tables.input, output, before, None, forwards, unit)
-    return y, after, tables.response, tables.decay, tables.input
+    chunk = _chunk(x, unit)
+    tables = input.new_empty(len(input), chunk), torch.empty_like(output), torch.empty_like(output)
+    given = {
+        "p_in": input, "p_log": log_damping, "p_angle": angle, "p_out": output, "p_skip": skip,
+        "p_response": tables[0], "p_decay": tables[1], "p_pair": tables[2],
+    }  # fmt: skip
+    Launch(response_kernel, _grid(input), given | _sizes(input, chunk), warps=4).run()
+    return *_filter(x, tables, tables[2], output, before, None, forwards, unit), *tables
+
+
+# Coefficients, as ``CEMACoefficients.from_parameters`` computes them. They are few numbers: PyTorch's operations take
+# ten launches forward and eleven backward in every layer, these kernels one each.
+
+
+def _over_coefficients(kernel: Any, alpha: Tensor, tensors: dict[str, Tensor | None]) -> None:
+    channels, modes = alpha.shape
+    width = tile(modes, 1)
+    sizes = {"channels": channels, "modes": modes, "b_d": max(1, 256 // width), "b_n": width}
+    grid = (blocks(channels, sizes["b_d"]),)
+    Launch(kernel, grid, {**tensors, **sizes, "turn": 2 * math.pi / modes}, warps=4).run()
+
+
+@custom_op("cema_coefficients_backward")
+def _coefficients_backward(
+    by_input: Tensor | None, by_log: Tensor | None, by_angle: Tensor | None, alpha: Tensor, delta: Tensor, theta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of alpha, delta and theta."""
+    grads = [None if x is None else x.contiguous() for x in (by_input, by_log, by_angle)]
+    given = [x.contiguous() for x in (alpha, delta, theta)]
+    by_alpha, by_delta, by_theta = map(torch.empty_like, given)
+    names = (
+        "p_by_in", "p_by_log", "p_by_angle", "p_alpha", "p_delta", "p_theta", "p_grad_alpha", "p_grad_delta",
+        "p_grad_theta",
+    )  # fmt: skip
+    _over_coefficients(
+        _gradients_kernel, given[0], dict(zip(names, (*grads, *given, by_alpha, by_delta, by_theta), strict=True))
+    )
+    return by_alpha, by_delta, by_theta
+
+
+@custom_op("cema_coefficients", _coefficients_backward, of=[0, 1, 2], zeros=False)
+def coefficients_triton(alpha: Tensor, delta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p, log |q| and arg q, (D, N) float32 each."""
+    alpha, delta, theta = (x.contiguous() for x in (alpha, delta, theta))
+    p, log_damping, angle = (torch.empty_like(alpha, dtype=torch.float32) for _ in range(3))
+    _over_coefficients(_coefficients_kernel, alpha, {
+        "p_alpha": alpha, "p_delta": delta, "p_theta": theta, "p_in": p, "p_log": log_damping, "p_angle": angle,
+    })  # fmt: skip
+    return p, log_damping, angle
+
+
+@triton.jit
+def _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d: tl.constexpr, b_n: tl.constexpr):
+    """Return σ(α), σ(δ) (channels, modes) and σ(θ) (channels,) of a program, and offsets and masks of both shapes.
+
+    They are float64: a token's phase is its index times the angle, and so is its error. In float32 the exponential and
+    the quotient of a GPU add several roundings to the angle's own.
+    """
+    i_d, i_n = tl.program_id(0) * b_d + tl.arange(0, b_d), tl.arange(0, b_n)
+    m_d, i_k = i_d < channels, i_d[:, None] * modes + i_n[None, :]
+    m_k = m_d[:, None] & (i_n < modes)[None, :]
+    b_p = 1 / (1 + tl.exp(-tl.load(p_alpha + i_k, mask=m_k, other=0.0).to(tl.float64)))
+    b_s = 1 / (1 + tl.exp(-tl.load(p_delta + i_k, mask=m_k, other=0.0).to(tl.float64)))
+    b_t = 1 / (1 + tl.exp(-tl.load(p_theta + i_d, mask=m_d, other=0.0).to(tl.float64)))
+    return b_p, b_s, b_t, i_d, m_d, i_k, m_k, (i_n + 1)[None, :]
+
+
+@triton.jit
+def _coefficients_kernel(p_alpha, p_delta, p_theta, p_in, p_log, p_angle, channels, modes, turn: tl.constexpr,
+                         b_d: tl.constexpr, b_n: tl.constexpr):  # fmt: skip
+    b_p, b_s, b_t, _, _, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
+    tl.store(p_in + i_k, b_p.to(tl.float32), mask=m_k)
+    # log(1 − x) loses the digits of a small x: the quotient with the rounded 1 − x has them.
+    b_x = b_p * b_s
+    b_rest = 1 - b_x
+    b_kept = tl.where(b_rest == 1, 1.0, 1 - b_rest)
+    b_log = tl.where(b_rest == 1, -b_x, tl.log(b_rest) * (b_x / b_kept))
+    tl.store(p_log + i_k, b_log.to(tl.float32), mask=m_k)
+    tl.store(p_angle + i_k, (turn * b_t[:, None] * b_mode).to(tl.float32), mask=m_k)
+
+
+@triton.jit
+def _gradients_kernel(p_by_in, p_by_log, p_by_angle, p_alpha, p_delta, p_theta, p_grad_alpha, p_grad_delta,
+                      p_grad_theta, channels, modes, turn: tl.constexpr, b_d: tl.constexpr,
+                      b_n: tl.constexpr):  # fmt: skip
+    b_p, b_s, b_t, i_d, m_d, i_k, m_k, b_mode = _sigmoids(p_alpha, p_delta, p_theta, channels, modes, b_d, b_n)
+    b_p, b_s, b_t = b_p.to(tl.float32), b_s.to(tl.float32), b_t.to(tl.float32)
+    b_by_in, b_by_log, b_by_angle = tl.zeros_like(b_p), tl.zeros_like(b_p), tl.zeros_like(b_p)
+    if p_by_in is not None:
+        b_by_in += tl.load(p_by_in + i_k, mask=m_k, other=0.0)
+    if p_by_log is not None:
+        b_by_log += tl.load(p_by_log + i_k, mask=m_k, other=0.0) / (b_p * b_s - 1)
+    if p_by_angle is not None:
+        b_by_angle += tl.load(p_by_angle + i_k, mask=m_k, other=0.0)
+    b_alpha, b_delta = (b_by_in + b_by_log * b_s) * b_p * (1 - b_p), b_by_log * b_p * b_s * (1 - b_s)
+    tl.store(p_grad_alpha + i_k, b_alpha.to(p_grad_alpha.dtype.element_ty), mask=m_k)
+    tl.store(p_grad_delta + i_k, b_delta.to(p_grad_delta.dtype.element_ty), mask=m_k)
+    b_theta = turn * tl.sum(b_by_angle * b_mode, 1) * b_t * (1 - b_t)
+    tl.store(p_grad_theta + i_d, b_theta.to(p_grad_theta.dtype.element_ty), mask=m_d)

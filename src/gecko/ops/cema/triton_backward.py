@@ -6,8 +6,8 @@ The gradient of γ is the conjugate of a, and the gradient of log q is the conju
 of step t, the pass sums only the correlations c[s, t] = Σ x_s g_t. The last kernel adds them to a and b, multiplied by
 powers of q.
 
-The coefficient tensors are small, so launch overhead dominates the work before and after this pass: one kernel
-computes the tables from the coefficients, and one kernel computes the gradients from the sums.
+Launches dominate the work on coefficients: one kernel computes the tables from them, and one the gradients from the
+sums.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from gecko.ops.cema.triton_forward import (
     add_product,
+    added,
     complex_product,
     entering,
     into_state,
@@ -25,13 +26,14 @@ from gecko.ops.cema.triton_forward import (
     load_channels,
     load_pair,
     load_state,
+    over_steps,
     places,
     power,
-    power_for_items,
     rough_product,
     rounded_factor,
     state_factor,
     store_pair,
+    zeros_pair,
 )
 from gecko.ops.timestep_norm.triton_tiles import at_step
 
@@ -39,70 +41,55 @@ from gecko.ops.timestep_norm.triton_tiles import at_step
 
 
 @triton.jit
-def _advance(h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, late_real, late_imag, q_real, q_imag,
-             precision: tl.constexpr):  # fmt: skip
+def _advance(h, d, b_x, g, late, q, precision: tl.constexpr):
     """Return h and h̃ after one more chunk of inputs (channels, items, chunk)."""
-    h_real, h_imag = complex_product(h_real, h_imag, q_real, q_imag)
-    d_real, d_imag = add_product(h_real, h_imag, q_real, q_imag, d_real, d_imag)
-    h_real = rough_product(b_x, g_real, h_real, precision)
-    h_imag = rough_product(b_x, g_imag, h_imag, precision)
-    d_real = rough_product(b_x, late_real, d_real, precision)
-    d_imag = rough_product(b_x, late_imag, d_imag, precision)
-    return h_real, h_imag, d_real, d_imag
+    h = complex_product(h, q)
+    d = add_product(h, q, d)
+    h = rough_product(b_x, g[0], h[0], precision), rough_product(b_x, g[1], h[1], precision)
+    return h, (rough_product(b_x, late[0], d[0], precision), rough_product(b_x, late[1], d[1], precision))
 
 
 @triton.jit
 def _added(
-    p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, late_real, late_imag, step_real, step_imag,
-    precision: tl.constexpr, chunk: tl.constexpr, items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
+    p_x, borders, i_d, channels, unit, g, late, of_chunk, precision: tl.constexpr, chunk: tl.constexpr,
+    items: tl.constexpr, b_d: tl.constexpr, b_n: tl.constexpr,
 ):  # fmt: skip
     """Return h and h̃ after each item, starting from zero."""
-    h_real = tl.zeros((b_d, items, b_n), tl.float32)
-    h_imag = tl.zeros((b_d, items, b_n), tl.float32)
-    d_real = tl.zeros((b_d, items, b_n), tl.float32)
-    d_imag = tl.zeros((b_d, items, b_n), tl.float32)
+    h, d = zeros_pair((b_d, items, b_n)), zeros_pair((b_d, items, b_n))
     for step in range(unit // chunk):
-        offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
+        offsets, mask = places(borders, step, unit, i_d, channels, False, chunk)
         b_x = load_channels(p_x, offsets, mask, precision)
-        h_real, h_imag, d_real, d_imag = _advance(
-            h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, late_real, late_imag, step_real, step_imag, precision
-        )  # fmt: skip
-    return h_real, h_imag, d_real, d_imag
+        h, d = _advance(h, d, b_x, g, late, of_chunk, precision)
+    return h, d
 
 
 @triton.jit
-def _entering(
-    kind, chunks, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real, c_imag, e_real, e_imag,
-    items: tl.constexpr,
-):  # fmt: skip
-    """Return h and h̃ before each item of a tile, from ``_added`` for the item before each and from those after
+def _entering(kind, chunks, u, d, of_unit, c, e, items: tl.constexpr):
+    """Return h and h̃ before each item of a tile, from ``_added`` for the item before each (u, d) and from those after
     the tile before (c, e).
 
     With the decay a of a unit, h ← a h + u and h̃ ← a h̃ + chunks · a h + ũ. The scan of h gives a h, the difference of
     two known numbers, and so the inputs of the scan of h̃."""
-    u_real, u_imag = h_real, h_imag
-    h_real, h_imag = entering(kind, h_real, h_imag, unit_real, unit_imag, c_real, c_imag, items)
-    d_real += chunks * (h_real - u_real)
-    d_imag += chunks * (h_imag - u_imag)
-    d_real, d_imag = entering(kind, d_real, d_imag, unit_real, unit_imag, e_real, e_imag, items)
-    return h_real, h_imag, d_real, d_imag
+    h = entering(kind, u, of_unit, c, items)
+    d = d[0] + chunks * (h[0] - u[0]), d[1] + chunks * (h[1] - u[1])
+    return h, entering(kind, d, of_unit, e, items)
 
 
 @triton.jit
-def _add_states(by_real, by_imag, b_g, z_real, z_imag, precision: tl.constexpr):
+def _add_states(by, b_g, z, precision: tl.constexpr):
     """Add Σ g z over items, for g (channels, chunk, items) and states z (channels, items, modes) before a chunk."""
     # 11 bits of a state are too few for float16, and unlike the tables of a chunk it cannot be rounded only once.
     mode: tl.constexpr = "tf32x3" if precision == "tf32" else precision
-    by_real = rough_product(b_g, state_factor(z_real, mode), by_real, mode)
-    return by_real, rough_product(b_g, state_factor(z_imag, mode), by_imag, mode)
+    real = rough_product(b_g, state_factor(z[0], mode), by[0], mode)
+    return real, rough_product(b_g, state_factor(z[1], mode), by[1], mode)
 
 
 @triton.jit
-def _out_of_states(w_real, w_imag, by_real, by_imag):
+def _out_of_states(w, by):
     """Return Σ_t w_t s_t, (channels, modes), of w and s (channels, steps, modes): w_t is the power of q at step t of a
     chunk, s_t the sum over items and chunks of g_t z, of the output's gradient and the state before the chunk."""
-    real, imag = complex_product(w_real, w_imag, by_real, by_imag)
-    return tl.sum(real, 1), tl.sum(imag, 1)
+    z = complex_product(w, by)
+    return tl.sum(z[0], 1), tl.sum(z[1], 1)
 
 
 @triton.jit(do_not_specialize=["unit"])
@@ -127,63 +114,45 @@ def gradients_kernel(
     i_n = tl.program_id(1) % mode_blocks * b_n + tl.arange(0, b_n)
     m_mode = (i_d < channels)[:, None] & (i_n < modes)[None, :]
     i_mode = i_d[:, None] * modes + i_n[None, :]
-    q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
-    in_real, in_imag = load_pair(p_in, i_mode, m_mode)
+    q = load_pair(p_decay, i_mode, m_mode)
+    inputs = load_pair(p_in, i_mode, m_mode)
     i_t = tl.arange(0, chunk)
-    g_real, g_imag = into_state(in_real, in_imag, q_real, q_imag, chunk - 1 - i_t)
-    late = (chunk - 1 - i_t).to(tl.float32)[None, :, None] / chunk
-    late_real, late_imag = rounded_factor(g_real * late, precision), rounded_factor(g_imag * late, precision)
-    g_real, g_imag = rounded_factor(g_real, precision), rounded_factor(g_imag, precision)
-    step_real, step_imag = power_for_items(q_real, q_imag, chunk, 6)
-    unit_real, unit_imag = power_for_items(q_real, q_imag, unit, 10)
+    g = into_state(inputs, q, chunk - 1 - i_t)
+    share = (chunk - 1 - i_t).to(tl.float32)[None, :, None] / chunk
+    late = rounded_factor(g[0] * share, precision), rounded_factor(g[1] * share, precision)
+    g = rounded_factor(g[0], precision), rounded_factor(g[1], precision)
+    of_chunk, of_unit = over_steps(power(q, chunk, 6)), over_steps(power(q, unit, 10))
 
     state = 2 * row * channels * modes
-    c_real, c_imag = load_state(p_before, state, i_mode, m_mode)
-    e_real = tl.zeros((b_d, b_n), tl.float32)
-    e_imag = tl.zeros((b_d, b_n), tl.float32)
-    by_h_real = tl.zeros((b_d, chunk, b_n), tl.float32)
-    by_h_imag = tl.zeros((b_d, chunk, b_n), tl.float32)
-    by_d_real = tl.zeros((b_d, chunk, b_n), tl.float32)
-    by_d_imag = tl.zeros((b_d, chunk, b_n), tl.float32)
+    c, e = load_state(p_before, state, i_mode, m_mode), zeros_pair((b_d, b_n))
+    by_h, by_d = zeros_pair((b_d, chunk, b_n)), zeros_pair((b_d, chunk, b_n))
     correlation = tl.zeros((b_d, chunk, chunk), tl.float32)
     for tile in range(tl.load(p_tiles + row), tl.load(p_tiles + row + 1)):
         i_item = tile * items + tl.arange(0, items)
-        i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item - 1)
-        h_real, h_imag, d_real, d_imag = _added(
-            p_x, i_first, i_begin, i_end, i_d, channels, unit, g_real, g_imag, late_real, late_imag, step_real,
-            step_imag, precision, chunk, items, b_d, b_n,
-        )  # fmt: skip
-        h_real, h_imag, d_real, d_imag = _entering(
-            tl.load(p_kind + i_item), unit // chunk, h_real, h_imag, d_real, d_imag, unit_real, unit_imag, c_real,
-            c_imag, e_real, e_imag, items,
-        )  # fmt: skip
-        i_first, i_begin, i_end = load_borders(p_first, p_begin, p_end, i_item)
+        borders = load_borders(p_first, p_begin, p_end, i_item - 1)
+        h, d = _added(p_x, borders, i_d, channels, unit, g, late, of_chunk, precision, chunk, items, b_d, b_n)
+        h, d = _entering(tl.load(p_kind + i_item), unit // chunk, h, d, of_unit, c, e, items)
+        borders = load_borders(p_first, p_begin, p_end, i_item)
         for step in range(unit // chunk):
-            offsets, mask = places(i_first, i_begin, i_end, step, unit, i_d, channels, False, chunk)
+            offsets, mask = places(borders, step, unit, i_d, channels, False, chunk)
             b_g = tl.permute(load_channels(p_grad, offsets, mask, precision), (0, 2, 1))
             b_x = load_channels(p_x, offsets, mask, precision)
-            by_h_real, by_h_imag = _add_states(by_h_real, by_h_imag, b_g, h_real, h_imag, precision)
-            by_d_real, by_d_imag = _add_states(by_d_real, by_d_imag, b_g, d_real, d_imag, precision)
+            by_h = _add_states(by_h, b_g, h, precision)
+            by_d = _add_states(by_d, b_g, d, precision)
             correlation = rough_product(b_g, b_x, correlation, precision)
-            h_real, h_imag, d_real, d_imag = _advance(
-                h_real, h_imag, d_real, d_imag, b_x, g_real, g_imag, late_real, late_imag, step_real, step_imag,
-                precision,
-            )  # fmt: skip
-        c_real, c_imag = last_item(h_real, items), last_item(h_imag, items)
-        e_real, e_imag = last_item(d_real, items), last_item(d_imag, items)
-    store_pair(p_after + state, i_mode, chunk * e_real, chunk * e_imag, m_mode)
+            h, d = _advance(h, d, b_x, g, late, of_chunk, precision)
+        c, e = last_item(h, items), last_item(d, items)
+    store_pair(p_after + state, i_mode, (chunk * e[0], chunk * e[1]), m_mode)
     i_s = (row * channels + i_d)[:, None, None] * (chunk * chunk) + i_t[None, :, None] + i_t[None, None, :] * chunk
     own = (i_d < channels) & (tl.program_id(1) % mode_blocks == 0)
     tl.store(p_correlation + i_s, correlation, mask=own[:, None, None])
     # Loaded again, so that the compiler keeps no powers of q in registers from the first tables until here.
-    q_real, q_imag = load_pair(p_decay, i_mode, m_mode)
-    w_real, w_imag = power(q_real[:, None, :], q_imag[:, None, :], (i_t + 1)[None, :, None], 6)
-    sum_real, sum_imag = _out_of_states(w_real, w_imag, by_h_real, by_h_imag)
-    store_pair(p_sums + state, i_mode, sum_real, sum_imag, m_mode)
+    q = load_pair(p_decay, i_mode, m_mode)
+    w = power(over_steps(q), (i_t + 1)[None, :, None], 6)
+    store_pair(p_sums + state, i_mode, _out_of_states(w, by_h), m_mode)
     steps = (i_t + 1).to(tl.float32)[None, :, None]
-    by_d_real, by_d_imag = chunk * by_d_real + steps * by_h_real, chunk * by_d_imag + steps * by_h_imag
-    der_real, der_imag = _out_of_states(w_real, w_imag, by_d_real, by_d_imag)
-    store_pair(p_derivatives + state, i_mode, der_real, der_imag, m_mode)
+    by_d = chunk * by_d[0] + steps * by_h[0], chunk * by_d[1] + steps * by_h[1]
+    store_pair(p_derivatives + state, i_mode, _out_of_states(w, by_d), m_mode)
 
 
 @triton.jit
@@ -220,25 +189,24 @@ def response_kernel(
     # In float64, as errors of q grow with its powers.
     size = tl.exp(tl.load(p_log + i_k, mask=m_k, other=0.0).to(tl.float64))
     cosine, sine = _cosine_and_sine(tl.load(p_angle + i_k, mask=m_k, other=0.0).to(tl.float64))
-    q_real, q_imag = (size * cosine).to(tl.float32), (size * sine).to(tl.float32)
-    store_pair(p_pair, i_k, b_p, tl.zeros_like(b_p), m_k)
-    store_pair(p_decay, i_k, q_real, q_imag, m_k)
-    gamma_real, gamma_imag = load_pair(p_out, i_k, m_k)
-    power_real, power_imag = tl.full(b_p.shape, 1.0, tl.float32), tl.zeros_like(b_p)
+    q = (size * cosine).to(tl.float32), (size * sine).to(tl.float32)
+    store_pair(p_pair, i_k, (b_p, tl.zeros_like(b_p)), m_k)
+    store_pair(p_decay, i_k, q, m_k)
+    gamma = load_pair(p_out, i_k, m_k)
+    z = tl.full(b_p.shape, 1.0, tl.float32), tl.zeros_like(b_p)
     for lag in range(0, chunk):
-        b_k = tl.sum(b_p * (gamma_real * power_real - gamma_imag * power_imag), 1)
+        b_k = tl.sum(b_p * (gamma[0] * z[0] - gamma[1] * z[1]), 1)
         if p_skip is not None:
             b_k += tl.load(p_skip + i_d, mask=m_d & (lag == 0), other=0.0)
         tl.store(p_response + i_d * chunk + lag, b_k, mask=m_d)
-        power_real, power_imag = complex_product(power_real, power_imag, q_real, q_imag)
+        z = complex_product(z, q)
 
 
 @triton.jit
 def _add_correlations(
-    p_correlation, sum_real, sum_imag, by_real, by_imag, b_skip, p_real, p_imag, q_real, q_imag, i_d, m_d,
-    chunk: tl.constexpr, lags: tl.constexpr,
+    p_correlation, sums, by, b_skip, z, q, i_d, m_d, chunk: tl.constexpr, lags: tl.constexpr
 ):  # fmt: skip
-    """Add the inputs of the chunk of each step to the sums of one row: p q^lag times the correlation at each lag.
+    """Add the inputs of the chunk of each step to the sums of one row: z = p q^lag times the correlation at each lag.
 
     ``lags`` of them are loaded at once, so that enough bytes are in flight; a thread holds all lags of its places."""
     i_lag, i_s = tl.arange(0, lags)[:, None, None], tl.arange(0, chunk)[None, None, :]
@@ -250,11 +218,11 @@ def _add_correlations(
         for i in tl.static_range(lags):
             b_lag = at_step(b_lags, i)
             b_skip += tl.where(first + i == 0, b_lag, 0.0)
-            real, imag = p_real * b_lag[:, None], p_imag * b_lag[:, None]
-            sum_real, sum_imag = sum_real + real, sum_imag + imag
-            by_real, by_imag = by_real + (first + i) * real, by_imag + (first + i) * imag
-            p_real, p_imag = complex_product(p_real, p_imag, q_real, q_imag)
-    return sum_real, sum_imag, by_real, by_imag, b_skip
+            at = z[0] * b_lag[:, None], z[1] * b_lag[:, None]
+            sums = added(sums, at)
+            by = by[0] + (first + i) * at[0], by[1] + (first + i) * at[1]
+            z = complex_product(z, q)
+    return sums, by, b_skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -269,35 +237,30 @@ def coefficient_gradients_kernel(
     p_before and p_grad_after are None if there is no state before and no gradient of the one after."""
     i_d, m_d, i_k, m_k = _modes_of(channels, modes, b_d, b_n)
     b_p = tl.load(p_in + 2 * i_k, mask=m_k, other=1.0)
-    q_real, q_imag = load_pair(p_decay, i_k, m_k)
-    zero, b_skip = tl.zeros((b_d, b_n), tl.float32), tl.zeros((b_d,), tl.float32)
-    sum_real, sum_imag, by_real, by_imag, end_real, end_imag, linear = zero, zero, zero, zero, zero, zero, zero
+    q, zero = load_pair(p_decay, i_k, m_k), tl.zeros((b_d, b_n), tl.float32)
+    b_skip, linear = tl.zeros((b_d,), tl.float32), zero
+    sums, by, end = (zero, zero), (zero, zero), (zero, zero)
     i_at, row_size = i_k.to(tl.int64), tl.full((), chunk * chunk, tl.int64) * channels
     for _ in range(0, batch):
-        real, imag = load_pair(p_sums, i_at, m_k)
-        sum_real, sum_imag = sum_real + real, sum_imag + imag
-        real, imag = load_pair(p_derivatives, i_at, m_k)
-        by_real, by_imag = by_real + real, by_imag + imag
-        sum_real, sum_imag, by_real, by_imag, b_skip = _add_correlations(
-            p_correlation, sum_real, sum_imag, by_real, by_imag, b_skip, b_p, zero, q_real, q_imag, i_d, m_d, chunk,
-            lags,
-        )  # fmt: skip
+        sums = added(sums, load_pair(p_sums, i_at, m_k))
+        by = added(by, load_pair(p_derivatives, i_at, m_k))
+        sums, by, b_skip = _add_correlations(p_correlation, sums, by, b_skip, (b_p, zero), q, i_d, m_d, chunk, lags)
         if p_grad_after is not None:
-            given_real, given_imag = load_pair(p_grad_after, i_at, m_k)
-            real, imag = load_pair(p_last, i_at, m_k)
-            end_real, end_imag = add_product(end_real, end_imag, real, -imag, given_real, given_imag)
-            real, imag = load_pair(p_after, i_at, m_k)
-            linear += given_real * real + given_imag * imag
+            given = load_pair(p_grad_after, i_at, m_k)
+            z = load_pair(p_last, i_at, m_k)
+            end = add_product(end, (z[0], -z[1]), given)
+            z = load_pair(p_after, i_at, m_k)
+            linear += given[0] * z[0] + given[1] * z[1]
         if p_before is not None:
-            given_real, given_imag = load_pair(p_grad_before, i_at, m_k)
-            real, imag = load_pair(p_before, i_at, m_k)
-            linear -= given_real * real + given_imag * imag
+            given = load_pair(p_grad_before, i_at, m_k)
+            z = load_pair(p_before, i_at, m_k)
+            linear -= given[0] * z[0] + given[1] * z[1]
         i_at += channels * modes
         p_correlation += row_size
-    gamma_real, gamma_imag = load_pair(p_out, i_k, m_k)
-    by_real, by_imag = complex_product(gamma_real, gamma_imag, by_real, by_imag)
+    gamma = load_pair(p_out, i_k, m_k)
+    by = complex_product(gamma, by)
     tl.store(p_grad_skip + i_d, b_skip, mask=m_d)
-    tl.store(p_grad_log + i_k, by_real + end_real, mask=m_k)
-    tl.store(p_grad_angle + i_k, end_imag - by_imag, mask=m_k)
-    tl.store(p_grad_in + i_k, (linear + gamma_real * sum_real - gamma_imag * sum_imag) / b_p, mask=m_k)
-    store_pair(p_grad_out, i_k, sum_real, -sum_imag, m_k)
+    tl.store(p_grad_log + i_k, by[0] + end[0], mask=m_k)
+    tl.store(p_grad_angle + i_k, end[1] - by[1], mask=m_k)
+    tl.store(p_grad_in + i_k, (linear + gamma[0] * sums[0] - gamma[1] * sums[1]) / b_p, mask=m_k)
+    store_pair(p_grad_out, i_k, (sums[0], -sums[1]), m_k)

@@ -80,7 +80,7 @@ def chunk_attention(
     _check_state(pattern, state, k, v)
     rounded = products_are_rounded()
     with full_precision(q):
-        if segments.ends is not None and not _reads_padded_rows(pattern, (q, k, v), segments):
+        if segments.ends is not None and not _cpu_takes(pattern, (q, k, v), segments, triton=True):
             return run_by_length(partial(chunk_attention, pattern=pattern), (q, k, v), state, segments)
         if choose_backend(v, triton=length > 1, cpu=False) == "triton":
             from gecko.ops.chunk_attention.triton import chunk_attention_triton
@@ -131,9 +131,9 @@ def _with_shared_heads(
     return out, log_sums, after.map(lambda x: x[:, ::shared])
 
 
-def _reads_padded_rows(pattern: Pattern, inputs: tuple[Tensor, ...], segments: Segments) -> bool:
-    """Return whether the C kernels run this call, so that padded rows need not be split by length."""
-    if choose_backend(*inputs) != "cpu":
+def _cpu_takes(pattern: Pattern, inputs: tuple[Tensor, ...], segments: Segments, *, triton: bool) -> bool:
+    """Return whether the C kernels run this call, and, with ``triton``, those of a GPU do not."""
+    if choose_backend(*inputs, triton=triton) != "cpu":
         return False
     from gecko.ops.chunk_attention.cpu import takes
 
@@ -144,14 +144,11 @@ def _attend_to_window(
     rounded: bool, pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments
 ) -> Attended:
     """Attend in rows with the same ring slot. If ``rounded``, C kernels round factors of products with values."""
-    if choose_backend(*inputs, triton=False) == "cpu":
-        from gecko.ops.chunk_attention.cpu import chunk_attention_cpu, takes
+    if not _cpu_takes(pattern, inputs, segments, triton=False):
+        return _with_shared_heads(chunk_attention_chunked, pattern, inputs, state, segments)
+    from gecko.ops.chunk_attention.cpu import chunk_attention_cpu
 
-        start = common_chunk_offset(segments, 2 * pattern.chunk_size)
-        if takes(inputs, pattern, start):
-            assert start is not None
-            return chunk_attention_cpu(pattern, inputs, state, segments, start, rounded)
-    return _with_shared_heads(chunk_attention_chunked, pattern, inputs, state, segments)
+    return chunk_attention_cpu(pattern, inputs, state, segments, rounded)
 
 
 class SinkPlaces(NamedTuple):
@@ -239,19 +236,6 @@ def sinks_after(pattern: Pattern, segments: Segments, k: Tensor, v: Tensor, stat
     return SinkTokens(torch.where(there, keys, 0), torch.where(there, values, 0))
 
 
-def sinks_before(state: SinkTokens | None, arrived: Sequence[Tensor], exchange: ContextExchange) -> SinkTokens:
-    """Return the sinks of the document that is open before the first token of a context rank.
-
-    Args:
-        state: that before the call on rank 0; on the other ranks it is None.
-        arrived: (R − 1, B, K, sinks, width), keys and values of ``sinks_after`` on earlier ranks, without their state.
-            Each sink is on one rank.
-    """
-    of_document = (exchange.counts > 0)[:, :, None, None, None]
-    keys, values = (torch.where(of_document, x, 0).sum(0) for x in arrived)
-    return SinkTokens(keys, values) if state is None else SinkTokens(state.keys + keys, state.values + values)
-
-
 def state_before(
     state: AttentionState | None, arrived: Sequence[Tensor], pattern: Pattern, segments: Segments,
     exchange: ContextExchange,
@@ -260,23 +244,24 @@ def state_before(
 
     Args:
         state: that before the call on rank 0; on the other ranks it is None.
-        arrived: key and value, (B, H, c, d), keys not rotated yet; for patterns with sinks also those of the sinks.
+        arrived: key and value, (B, H, c, d), keys not rotated yet; for patterns with sinks also keys and values of
+            ``sinks_after`` on earlier ranks, without their state, (R − 1, B, K, sinks, width).
     """
     key, value, *sinks = arrived
     places = torch.arange(pattern.chunk_size, device="cpu")
     key = pattern.rotate(key.to(compute_dtype(key)), places) * float(not exchange.first)
-    half = (segments.clock.position // pattern.chunk_size + 1).to(value.device) % 2
-    keys, values = _ring(key, half), _ring(value, half)
-    first = sinks_before(None if state is None else state.sinks, sinks, exchange) if sinks else None
+    # The chunk of each row is in one half of the ring, and zero in the other.
+    is_first = ((segments.clock.position // pattern.chunk_size).to(value.device) % 2 == 1).view(-1, 1, 1, 1)
+    keys, values = (torch.cat([x * is_first, x * ~is_first], dim=2) for x in (key, value))
+    first = None
+    if sinks:  # those of the document that is open before the rank; each sink is on one rank
+        of_document = (exchange.counts > 0)[:, :, None, None, None]
+        first = SinkTokens(*(torch.where(of_document, x, 0).sum(0) for x in sinks))
+        if state is not None and state.sinks is not None:
+            first = SinkTokens(state.sinks.keys + first.keys, state.sinks.values + first.values)
     if state is not None:
         keys, values = state.keys + keys, state.values + values
     return AttentionState(keys, values, first)
-
-
-def _ring(chunk: Tensor, half: Tensor) -> Tensor:
-    """Return (B, H, 2c, d) with the chunk of each row in half ``half`` of the ring, and zero in the other half."""
-    first = (half == 0).view(-1, 1, 1, 1)
-    return torch.cat([chunk * first, chunk * ~first], dim=2)
 
 
 def chunk_attention_reference(

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from gecko.ops.backends.cpu import CFunction, call, save, saved
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
 from gecko.ops.chunk_attention.chunked import Attended, AttentionState, Pattern, in_order, ring_after
+from gecko.ops.common import common_chunk_offset
 from gecko.ops.rotary import rotate
 from gecko.segments import Segments
 
@@ -28,12 +29,14 @@ def takes(inputs: tuple[Tensor, ...], pattern: Pattern, ring_start: int | None) 
 
 
 def chunk_attention_cpu(
-    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, ring_start: int,
-    rounded: bool,
-) -> Attended:  # fmt: skip
+    pattern: Pattern, inputs: tuple[Tensor, ...], state: AttentionState, segments: Segments, rounded: bool
+) -> Attended:
     """Compute ``chunk_attention_chunked``. If ``rounded``, products with values have factors in bfloat16."""
     q, k, v = inputs
-    size, length, phase = 2 * pattern.chunk_size, q.shape[2], ring_start % pattern.chunk_size
+    size, length = 2 * pattern.chunk_size, q.shape[2]
+    ring_start = common_chunk_offset(segments, size)
+    assert ring_start is not None, "rows must agree on their phase"
+    phase = ring_start % pattern.chunk_size
     keys, values = (in_order(x, ring_start, size).float() for x in (state.keys, state.values))
     before = (x[:, :, pattern.chunk_size - phase : size - phase] for x in (keys, values))
     given_k, given_v = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import custom_op
 from gecko.ops.chunk_attention.chunked import Attended, AttentionState, Pattern
-from gecko.ops.chunk_attention.triton_layout import lay, rotary_table, row_dot
+from gecko.ops.chunk_attention.triton_layout import Laid, lay, rotary_table, row_dot
 from gecko.ops.chunk_attention.triton_narrow import WIDEST, narrow_backward, narrow_forward
 from gecko.ops.chunk_attention.triton_wide import wide_backward, wide_forward
 from gecko.ops.common import compute_dtype
@@ -54,10 +54,15 @@ class AttentionLayout:
         reads = bool((segments.document_starts[:, 0] < position).numpy().any())
         before = int(reads and pattern.lookback)
         offset = phase + before * chunk
-        first = to_device(_first(pattern, segments, chunks, offset).to(torch.int32), segments.device)
-        shift, ring_offset = (position - offset) % (2 * chunk), position % (2 * chunk)
-        offset, place, shift, ring_offset = (to_device(x, segments.device) for x in (offset, phase, shift, ring_offset))
-        return cls(chunks, before, reads, phase.tolist(), offset, place, shift, ring_offset, first)
+        # The first key that each query sees. In places without a token, a query sees only itself.
+        own = torch.arange(chunks * chunk, device="cpu") + offset[:, None] // chunk * chunk
+        token, place = own - offset[:, None], own % chunk
+        start = segments.document_starts.gather(1, token.clamp(0, length - 1)) - position[:, None] + offset[:, None]
+        window = own - pattern.last_slot(place) + pattern.first_slot(place)
+        first = torch.maximum(start, window).clamp(min=0)
+        first = torch.where((token >= 0) & (token < length), first, own).to(torch.int32)
+        on_device = (offset, phase, (position - offset) % (2 * chunk), position % (2 * chunk), first)
+        return cls(chunks, before, reads, phase.tolist(), *(to_device(x, segments.device) for x in on_device))
 
     @property
     def common_chunk_offset(self) -> int | None:
@@ -68,20 +73,6 @@ class AttentionLayout:
         if self.common_chunk_offset is not None:
             return out[:, :, self.common_chunk_offset : self.common_chunk_offset + length]
         return torch.stack([row[:, p : p + length] for row, p in zip(out.unbind(0), self.phases, strict=True)])
-
-
-def _first(pattern: Pattern, segments: Segments, chunks: int, offset: Tensor) -> Tensor:
-    """Return the first key that each query sees. In places without a token, a query sees only itself."""
-    chunk, length = pattern.chunk_size, segments.length
-    before = offset[:, None] // chunk * chunk
-    own = torch.arange(chunks * chunk, device="cpu") + before
-    token = own - offset[:, None]
-    start = segments.document_starts.gather(1, token.clamp(0, length - 1))
-    start = start - segments.clock.position[:, None] + offset[:, None]
-    place = own % chunk
-    window = own - pattern.last_slot(place) + pattern.first_slot(place)
-    first = torch.maximum(start, window).clamp(min=0)
-    return torch.where((token >= 0) & (token < length), first, own)
 
 
 def chunk_attention_triton(
@@ -105,8 +96,8 @@ def chunk_attention_triton(
     values = v.contiguous()
     if layout.reads or layout.common_chunk_offset != 0 or v.shape[2] != key_rows:
         (values,) = lay(v, ring_values, None, layout.offset, layout.shift, key_rows, False, chunk, 0, False, dtype)
-    laid = (None if x is None else x.flatten(0, 1) for x in (near, far[0] if back else None, keys, values))
-    out, log_sums = attend_grid(*laid, layout.first, q.shape[1], chunk)
+    given = (None if x is None else x.flatten(0, 1) for x in (near, far[0] if back else None, keys, values))
+    out, log_sums = attend_grid(*given, layout.first, q.shape[1], chunk)
     if segments.keeps_state:
         state = AttentionState(*(
             lay(x, ring, turns, layout.ring_offset, layout.shift, 2 * chunk, True, *turn, False, to)[0]
@@ -131,23 +122,16 @@ def attend_grid_backward(
     dot = row_dot(grad, out)
     if grad_log_sum is not None:
         dot = dot - grad_log_sum / math.log(2)
-    grad_near, grad_far, grad_k, grad_v = form(grad, near, far, k, v, first, dot, log_sum, heads, chunk_size)
+    laid = Laid(near, far, k, v, first, heads, chunk_size)
+    grad_near, grad_far, grad_k, grad_v = form(laid, grad, dot, log_sum)
     return grad_near, near.new_empty(0) if grad_far is None else grad_far, grad_k, grad_v
 
 
-def _keep(ctx, inputs, output):
-    near, far, k, v, first, ctx.heads, ctx.chunk_size = inputs
-    ctx.save_for_backward(near, far, k, v, first, *output)
-    ctx.set_materialize_grads(False)
+def _saved(inputs, output):
+    return *inputs[:5], *output, *inputs[5:]
 
 
-def _pass_back(ctx, grad, grad_log_sum):
-    grads = attend_grid_backward(grad, grad_log_sum, *ctx.saved_tensors, ctx.heads, ctx.chunk_size)
-    grad_near, grad_far, grad_k, grad_v = grads
-    return grad_near, grad_far if grad_far.numel() else None, grad_k, grad_v, None, None, None
-
-
-@custom_op("attend_grid", _pass_back, _keep)
+@custom_op("attend_grid", attend_grid_backward, of=range(4), saves=_saved, zeros=False)
 def attend_grid(
     near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -157,4 +141,4 @@ def attend_grid(
         (R, n · c, value width) in the dtype of v, and log₂ Σ exp(score), (R, n · c) float32.
     """
     form = narrow_forward if _is_narrow(v) else wide_forward
-    return form(near, far, k, v, first, heads, chunk_size)
+    return form(Laid(near, far, k, v, first, heads, chunk_size))

@@ -13,7 +13,7 @@ document; otherwise attention reads them in place.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -88,6 +88,42 @@ def operand(x: Tensor) -> Any:
     if triton.knobs.runtime.interpret:
         return tl.float32
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
+
+
+Grads = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Gradients of near, far, k and v."""
+
+
+class Laid(NamedTuple):
+    """Queries, keys and values on the grid, ``heads`` of a row of the batch after each other."""
+
+    near: Tensor
+    far: Tensor | None
+    k: Tensor
+    v: Tensor
+    first: Tensor
+    heads: int
+    chunk: int
+    """Tokens of a chunk."""
+
+    @property
+    def chunks(self) -> int:
+        return self.near.shape[1] // self.chunk
+
+    @property
+    def before(self) -> int:
+        return self.k.shape[1] // self.chunk - self.chunks
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of all kernels of attention."""
+        return dict(
+            p_near=self.near, p_far=self.far, p_k=self.k, p_first=self.first, chunks=self.chunks, heads=self.heads,
+            before=self.before, chunk_size=self.chunk, width=self.near.shape[2], operand_type=operand(self.v),
+        )  # fmt: skip
+
+    def empty_grads(self) -> Grads:
+        far = None if self.far is None else torch.empty_like(self.far)
+        return torch.empty_like(self.near), far, torch.empty_like(self.k), torch.empty_like(self.v)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -257,7 +293,7 @@ def _pass_back(ctx, grads):
     return grad_x, grad_ring, *[None] * 9
 
 
-@custom_op("lay", _pass_back, _keep)
+@custom_op("lay")
 def lay(
     x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
     chunk_size: int, turned_heads: int, far: bool, dtype: torch.dtype,
@@ -286,3 +322,6 @@ def lay(
     )  # fmt: skip
     Launch(_lay_kernel, (blocks(rows, block_t), batch * heads, blocks(width, block_d)), arguments, warps=4).run()
     return out
+
+
+lay.register_autograd(_pass_back, setup_context=_keep)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, tile
 from gecko.ops.chunk_attention.triton_layout import (
+    Grads,
+    Laid,
     load_rows,
     log_weights,
     log_weights_by_key,
-    operand,
     query_tile,
 )
 
@@ -215,53 +216,39 @@ def _add_key_grads(
     return b_dk, b_dv
 
 
-def _tiles(near: Tensor, v: Tensor, backward: bool) -> dict[str, int]:
-    """Return the tiles: smaller ones for 32 bits, for wide features and for backward, which holds twice as much."""
-    block_d, block_v = tile(near.shape[2]), tile(v.shape[2])
+def _tiles(laid: Laid, backward: bool) -> dict[str, Any]:
+    """Return the arguments that the kernels share, with smaller tiles for 32 bits, for wide features and for backward,
+    which holds twice as much."""
+    v, block_d, block_v = laid.v, tile(laid.near.shape[2]), tile(laid.v.shape[2])
     large = v.itemsize == 2 and block_d + block_v <= 256
     block_q, block_k = (64, 64) if large else (32, 32)
     if large and not backward:
         block_q = 128
-    return dict(block_q=block_q, block_k=block_k, block_d=block_d, block_v=block_v)
-
-
-def _common(
-    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int, backward: bool
-) -> dict[str, Any]:  # fmt: skip
-    chunks = near.shape[1] // chunk_size
-    return dict(
-        p_near=near, p_far=far, p_k=k, p_v=v, p_first=first, chunks=chunks, heads=heads,
-        before=k.shape[1] // chunk_size - chunks, chunk_size=chunk_size, width=near.shape[2], value_width=v.shape[2],
-        lookback=far is not None, operand_type=operand(v), **_tiles(near, v, backward),
+    return laid.arguments() | dict(
+        p_v=v, value_width=v.shape[2], lookback=laid.far is not None, block_q=block_q, block_k=block_k,
+        block_d=block_d, block_v=block_v,
     )  # fmt: skip
 
 
-def _grid(x: Tensor, chunk_size: int, block: int) -> tuple[int, int]:
-    return x.shape[1] // chunk_size * blocks(chunk_size, block), x.shape[0]
+def _launch(kernel: Any, x: Tensor, chunk: int, block: int, arguments: dict[str, Any]) -> None:
+    """Launch a kernel over tiles of ``block`` rows of each chunk of x (R, chunks · c, d)."""
+    grid = x.shape[1] // chunk * blocks(chunk, block), len(x)
+    Launch(kernel, grid, arguments, warps=8, stages=2).run()
 
 
-def narrow_forward(
-    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return outputs (R, n · c, value width) and log₂ of the sums (R, n · c). For inputs, see ``triton_layout``."""
-    out = v.new_empty(*near.shape[:2], v.shape[2])
-    log_sum = near.new_empty(near.shape[:2], dtype=torch.float32)
-    common = _common(near, far, k, v, first, heads, chunk_size, False) | dict(p_out=out, p_log_sum=log_sum)
-    Launch(_forward_kernel, _grid(near, chunk_size, common["block_q"]), common, warps=8, stages=2).run()
+def narrow_forward(laid: Laid) -> tuple[Tensor, Tensor]:
+    """Return outputs (R, n · c, value width) and log₂ of the sums (R, n · c)."""
+    near, v, given = laid.near, laid.v, _tiles(laid, backward=False)
+    out, log_sum = v.new_empty(*near.shape[:2], v.shape[2]), near.new_empty(near.shape[:2], dtype=torch.float32)
+    _launch(_forward_kernel, near, laid.chunk, given["block_q"], given | dict(p_out=out, p_log_sum=log_sum))
     return out, log_sum
 
 
-def narrow_backward(
-    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, dot: Tensor, log_sum: Tensor,
-    heads: int, chunk_size: int,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+def narrow_backward(laid: Laid, grad: Tensor, dot: Tensor, log_sum: Tensor) -> Grads:
     """Return the gradients of near, far, k and v; ``dot`` is the sum of P dP of each query."""
-    grad_near, grad_k, grad_v = (torch.empty_like(x) for x in (near, k, v))
-    grad_far = None if far is None else torch.empty_like(far)
-    common = _common(near, far, k, v, first, heads, chunk_size, True)
-    common |= dict(p_grad=grad, p_dot=dot, p_log_sum=log_sum)
-    of_queries = common | dict(p_grad_near=grad_near, p_grad_far=grad_far)
-    Launch(_query_grads_kernel, _grid(near, chunk_size, common["block_q"]), of_queries, warps=8, stages=2).run()
-    of_keys = common | dict(p_grad_k=grad_k, p_grad_v=grad_v)
-    Launch(_key_grads_kernel, _grid(k, chunk_size, common["block_k"]), of_keys, warps=8, stages=2).run()
-    return grad_near, grad_far, grad_k, grad_v
+    grad_near, grad_far, grad_k, grad_v = grads = laid.empty_grads()
+    given = _tiles(laid, backward=True) | dict(p_grad=grad, p_dot=dot, p_log_sum=log_sum)
+    of_queries, of_keys = dict(p_grad_near=grad_near, p_grad_far=grad_far), dict(p_grad_k=grad_k, p_grad_v=grad_v)
+    _launch(_query_grads_kernel, laid.near, laid.chunk, given["block_q"], given | of_queries)
+    _launch(_key_grads_kernel, laid.k, laid.chunk, given["block_k"], given | of_keys)
+    return grads

@@ -5,11 +5,6 @@ T · 2c · H is saved: the backward pass computes the weights again from the sav
 
 A query sees 1.5 c keys on average. cuBLAS's products divide the diagonal block into bands of rows, and each
 band stops at the last key that it sees. With four bands they read 1.625 c of the 2 c keys of a window.
-
-One layer of gecko-7b at T = 32 K, one row, bf16 takes 2.2 TFLOP forward (1.9 for the visible keys only) and 4.1
-backward (3.9), and 1.2 GiB for inputs and outputs besides 1.6 GiB for the weights, written and read: at 790 TFLOP/s and
-4.8 TB/s the products are the limit, so cuBLAS computes most of them. The log of the sums is all that is saved besides
-inputs and output.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, tile
-from gecko.ops.chunk_attention.triton_layout import log_weights, operand, product_of_rows, query_tile
+from gecko.ops.chunk_attention.triton_layout import Grads, Laid, log_weights, product_of_rows, query_tile
 from gecko.ops.common import float32_product
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -36,9 +31,6 @@ _SCRATCH = 2**28
 
 _LEAST_BAND = 256
 """Minimum rows per band. Products of fewer rows lose more efficiency than the skipped keys save."""
-
-_Grads = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""Gradients of near, far, k and v."""
 
 _VARYING = ["chunks", "heads", "before"]
 
@@ -166,50 +158,7 @@ def _score_grads_kernel(
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Sizes of a call: R rows of n chunks, and ``before`` chunks of keys before them. Windows are one or two chunks."""
-
-    rows: int
-    heads: int
-    chunks: int
-    chunk: int
-    before: int
-    lookback: bool
-
-    @classmethod
-    def of(cls, near: Tensor, far: Tensor | None, k: Tensor, heads: int, chunk_size: int) -> _Shape:
-        chunks = near.shape[1] // chunk_size
-        before = k.shape[1] // chunk_size - chunks
-        return cls(near.shape[0], heads, chunks, chunk_size, before, far is not None)
-
-    def blocked(self, x: Tensor) -> Tensor:
-        """Return x as (R, chunks, c, d)."""
-        return x.unflatten(1, (-1, self.chunk))
-
-    def bands(self) -> list[slice]:
-        """Return the bands of rows of a chunk, one per product, large enough for efficient products."""
-        return [slice(i, min(i + self.band, self.chunk)) for i in range(0, self.chunk, self.band)]
-
-    @property
-    def band(self) -> int:
-        return max(_LEAST_BAND, self.chunk // 4)
-
-    def pieces(self, itemsize: int) -> Iterator[_WidePiece]:
-        """Yield groups of blocks whose weights fit in the buffer. Those without a previous chunk come first."""
-        alone = 0 if self.lookback and self.before else 1 if self.lookback else self.chunks
-        for begin, end, previous in ((0, alone, False), (alone, self.chunks, True)):
-            # Blocks are the second axis of a grid, which is limited to 65,535.
-            most = min(65_535, max(1, _SCRATCH // ((1 + previous) * self.chunk**2 * itemsize)))
-            if end - begin > self.rows:
-                for row, chunk in product(range(self.rows), range(begin, end, most)):
-                    yield _WidePiece(row, chunk, min(most, end - chunk), False, previous)
-            else:
-                for chunk, row in product(range(begin, end), range(0, self.rows, most)):
-                    yield _WidePiece(row, chunk, min(most, self.rows - row), True, previous)
-
-
-@dataclass(frozen=True)
-class _WidePiece:
+class _Piece:
     """``count`` blocks starting at (row, chunk): one chunk of consecutive rows (``across``), or chunks of one row."""
 
     row: int
@@ -217,148 +166,132 @@ class _WidePiece:
     count: int
     across: bool
     previous: bool
+    """Whether the blocks see the chunk before theirs."""
+    size: int
+    """Tokens of a chunk."""
 
-    def of(self, x: Tensor, shift: int = 0) -> Tensor:
-        """Return the blocks (count, …) of x (R, chunks, …), with chunks moved by ``shift``."""
+    @property
+    def weights(self) -> int:
+        return self.count * self.size**2 * (1 + self.previous)
+
+    def room(self, scratch: Tensor) -> Tensor:
+        """Return the part of a flat buffer for the weights, (count, c, window)."""
+        return scratch[: self.weights].view(self.count, self.size, -1)
+
+    def blocks(self, x: Tensor, shift: int = 0) -> Tensor:
+        """Return the blocks (count, c, d) of x (R, chunks · c, d), with chunks moved by ``shift``."""
+        return self._taken(x.unflatten(1, (-1, self.size)), shift)
+
+    def windows(self, v: Tensor, before: int) -> Tensor:
+        """Return the windows of v, (count, window, d). They are overlapping views if windows have two chunks."""
+        rows, length, width = v.shape
+        sizes = (rows, length // self.size - self.previous, (1 + self.previous) * self.size, width)
+        return self._taken(v.as_strided(sizes, (length * width, self.size * width, width, 1)), before - self.previous)
+
+    def _taken(self, x: Tensor, shift: int) -> Tensor:
         chunk = self.chunk + shift
         if self.across:
             return x[self.row : self.row + self.count, chunk]
         return x[self.row, chunk : chunk + self.count]
 
 
-def _tiles(width: int, dtype: torch.dtype, block_k: int) -> dict[str, int]:
+def _pieces(laid: Laid) -> Iterator[_Piece]:
+    """Yield groups of blocks whose weights fit in the buffer. Those without a previous chunk come first."""
+    rows, lookback = len(laid.near), laid.far is not None
+    alone = 0 if lookback and laid.before else 1 if lookback else laid.chunks
+    for begin, end, previous in ((0, alone, False), (alone, laid.chunks, True)):
+        # Blocks are the second axis of a grid, which is limited to 65,535.
+        most = min(65_535, max(1, _SCRATCH // ((1 + previous) * laid.chunk**2 * laid.v.itemsize)))
+        if end - begin > rows:
+            for row, chunk in product(range(rows), range(begin, end, most)):
+                yield _Piece(row, chunk, min(most, end - chunk), False, previous, laid.chunk)
+        else:
+            for chunk, row in product(range(begin, end), range(0, rows, most)):
+                yield _Piece(row, chunk, min(most, rows - row), True, previous, laid.chunk)
+
+
+def _scratch(laid: Laid, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a flat buffer for the attention weights of the largest piece; its dtype is ``dtype`` or that of v."""
+    return laid.v.new_empty(max(piece.weights for piece in _pieces(laid)), dtype=dtype)
+
+
+def _band(chunk: int) -> int:
+    """Return the rows of a chunk in one product, enough for efficient products."""
+    return max(_LEAST_BAND, chunk // 4)
+
+
+def _bands(chunk: int) -> list[slice]:
+    return [slice(i, min(i + _band(chunk), chunk)) for i in range(0, chunk, _band(chunk))]
+
+
+def _tiles(laid: Laid, block_k: int) -> dict[str, int]:
     """Return the tiles of a product with ``block_k`` keys. They are smaller for 32 bits, which need three times the
     registers."""
-    block_k, block_d = (block_k, 64) if dtype.itemsize == 2 else (32, 32)
-    return dict(block_q=64, block_k=block_k, block_d=min(tile(width), block_d))
+    block_k, block_d = (block_k, 64) if laid.k.itemsize == 2 else (32, 32)
+    return dict(block_q=64, block_k=block_k, block_d=min(tile(laid.near.shape[2]), block_d))
 
 
-def _log_sums(near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, shape: _Shape) -> Tensor:
-    out = near.new_empty(near.shape[:2], dtype=torch.float32)
-    tiles = _tiles(near.shape[2], k.dtype, 128)
-    arguments = dict(
-        p_near=near, p_far=far, p_k=k, p_first=first, p_out=out, chunks=shape.chunks, heads=shape.heads,
-        before=shape.before, chunk_size=shape.chunk, width=near.shape[2], lookback=shape.lookback,
-        operand_type=operand(k), **tiles,
+def _launch(kernel: Any, laid: Laid, piece: _Piece, block_k: int, **tensors: Tensor) -> None:
+    """Launch a kernel that computes the weights of a piece."""
+    tiles = _tiles(laid, block_k)
+    count = blocks(laid.chunk, tiles["block_q"]) * blocks(laid.chunk, tiles["block_k"]) * (1 + piece.previous)
+    arguments = laid.arguments() | tiles | tensors | dict(
+        row=piece.row, chunk=piece.chunk, row_step=int(piece.across), chunk_step=int(not piece.across),
+        previous=piece.previous, band=_band(laid.chunk),
     )  # fmt: skip
-    grid = shape.chunks * blocks(shape.chunk, tiles["block_q"]), shape.rows
+    Launch(kernel, (count, piece.count), arguments, warps=4, stages=3).run()
+
+
+def wide_forward(laid: Laid) -> tuple[Tensor, Tensor]:
+    """Return outputs (R, n · c, value width) and log₂ of the sums (R, n · c)."""
+    near, v, chunk, tiles = laid.near, laid.v, laid.chunk, _tiles(laid, 128)
+    out, log_sum = v.new_empty(*near.shape[:2], v.shape[2]), near.new_empty(near.shape[:2], dtype=torch.float32)
+    arguments = laid.arguments() | tiles | dict(p_out=log_sum, lookback=laid.far is not None)
+    grid = laid.chunks * blocks(chunk, tiles["block_q"]), len(near)
     Launch(_log_sum_kernel, grid, arguments, warps=4, stages=3).run()
-    return out
-
-
-def _piece_arguments(
-    near: Tensor, far: Tensor | None, k: Tensor, first: Tensor, log_sum: Tensor, shape: _Shape, piece: _WidePiece,
-    block_k: int,
-) -> dict[str, Any]:  # fmt: skip
-    return dict(
-        p_near=near, p_far=far, p_k=k, p_first=first, p_log_sum=log_sum, chunks=shape.chunks, heads=shape.heads,
-        before=shape.before, row=piece.row, chunk=piece.chunk, row_step=int(piece.across),
-        chunk_step=int(not piece.across), chunk_size=shape.chunk, width=near.shape[2], previous=piece.previous,
-        band=shape.band, operand_type=operand(k), **_tiles(near.shape[2], k.dtype, block_k),
-    )  # fmt: skip
-
-
-def _tiles_of(piece: _WidePiece, shape: _Shape, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Return the grid of a kernel that computes the weights of a piece."""
-    queries, keys = (blocks(shape.chunk, arguments[name]) for name in ("block_q", "block_k"))
-    return queries * keys * (1 + piece.previous), piece.count
-
-
-def _scratch(like: Tensor, shape: _Shape, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a flat buffer for the attention weights of the largest piece; its dtype is ``dtype`` or ``like``'s."""
-    pieces = shape.pieces(like.itemsize)
-    return like.new_empty(max(x.count * (1 + x.previous) for x in pieces) * shape.chunk**2, dtype=dtype)
-
-
-def _room(scratch: Tensor, piece: _WidePiece, chunk: int) -> Tensor:
-    """Return the part of the buffer for a piece, (blocks, c, window)."""
-    window = (1 + piece.previous) * chunk
-    return scratch[: piece.count * chunk * window].view(piece.count, chunk, window)
-
-
-def wide_forward(
-    near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, heads: int, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return outputs (R, n · c, value width) and log₂ of the sums (R, n · c). For inputs, see ``triton_layout``."""
-    shape = _Shape.of(near, far, k, heads, chunk_size)
-    log_sum = _log_sums(near, far, k, first, shape)
-    out = v.new_empty(*near.shape[:2], v.shape[2])
-    scratch = _scratch(v, shape)
-    for piece in shape.pieces(v.itemsize):
-        weights = _room(scratch, piece, chunk_size)
-        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece, 128) | {"p_weights": weights}
-        Launch(_weights_kernel, _tiles_of(piece, shape, arguments), arguments, warps=4, stages=3).run()
-        values = piece.of(_windows(v, shape, piece), shape.before - piece.previous)
-        outputs = piece.of(shape.blocked(out))
-        for band in shape.bands():
-            keys = weights.shape[2] - chunk_size + band.stop
+    scratch = _scratch(laid)
+    for piece in _pieces(laid):
+        weights = piece.room(scratch)
+        _launch(_weights_kernel, laid, piece, 128, p_log_sum=log_sum, p_weights=weights)
+        values, outputs = piece.windows(v, laid.before), piece.blocks(out)
+        for band in _bands(chunk):
+            keys = weights.shape[2] - chunk + band.stop
             torch.bmm(weights[:, band, :keys], values[:, :keys], out=outputs[:, band])
     return out, log_sum
 
 
-def _windows(v: Tensor, shape: _Shape, piece: _WidePiece) -> Tensor:
-    """Return the windows of v, (R, windows, w, d). They are overlapping views if windows have two chunks."""
-    rows, length, width = v.shape
-    step = shape.chunk * width
-    sizes = (rows, length // shape.chunk - piece.previous, (1 + piece.previous) * shape.chunk, width)
-    return v.as_strided(sizes, (length * width, step, width, 1))
-
-
-def wide_backward(
-    grad: Tensor, near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, first: Tensor, dot: Tensor, log_sum: Tensor,
-    heads: int, chunk_size: int,
-) -> _Grads:  # fmt: skip
+def wide_backward(laid: Laid, grad: Tensor, dot: Tensor, log_sum: Tensor) -> Grads:
     """Return the gradients of near, far, k and v; ``dot`` is the sum of P dP of each query."""
-    shape = _Shape.of(near, far, k, heads, chunk_size)
-    grads = _empty_grads(near, far, k, v, shape)
-    scratch = [_scratch(v, shape, dtype) for dtype in (None, None, torch.float32)]
-    for piece in shape.pieces(v.itemsize):
-        p, ds, products = (_room(x, piece, chunk_size) for x in scratch)
-        values = piece.of(_windows(v, shape, piece), shape.before - piece.previous)
-        for band in shape.bands():
-            keys = products.shape[2] - chunk_size + band.stop
-            float32_product(piece.of(shape.blocked(grad))[:, band], values[:, :keys].mT, out=products[:, band, :keys])
-        arguments = _piece_arguments(near, far, k, first, log_sum, shape, piece, 64) | dict(
-            p_products=products, p_dot=dot, p_weights=p, p_scores=ds
-        )
-        Launch(_score_grads_kernel, _tiles_of(piece, shape, arguments), arguments, warps=4, stages=3).run()
-        _own_chunk(p[:, :, -chunk_size:], ds[:, :, -chunk_size:], (grad, near, k), grads, piece, shape)
-        if piece.previous:
-            _previous_chunk(p[:, :, :chunk_size], ds[:, :, :chunk_size], (grad, far, k), grads, piece, shape)
+    chunk, before, bands = laid.chunk, laid.before, _bands(laid.chunk)
+    grad_near, grad_far, grad_k, grad_v = grads = laid.empty_grads()
+    # No product writes far of a first chunk, and keys and values before it.
+    if grad_far is not None and not before:
+        grad_far[:, :chunk] = 0
+    grad_k[:, : before * chunk], grad_v[:, : before * chunk] = 0, 0
+    scratch = [_scratch(laid, dtype) for dtype in (None, None, torch.float32)]
+    for piece in _pieces(laid):
+        p, ds, products = map(piece.room, scratch)
+        given, values = piece.blocks(grad), piece.windows(laid.v, before)
+        for band in bands:
+            keys = products.shape[2] - chunk + band.stop
+            float32_product(given[:, band], values[:, :keys].mT, out=products[:, band, :keys])
+        _launch(
+            _score_grads_kernel, laid, piece, 64, p_log_sum=log_sum, p_products=products, p_dot=dot, p_weights=p,
+            p_scores=ds,
+        )  # fmt: skip
+        own_p, own_ds = p[:, :, -chunk:], ds[:, :, -chunk:]
+        near, by_near = piece.blocks(laid.near), piece.blocks(grad_near)
+        k, by_k, by_v = (piece.blocks(x, before) for x in (laid.k, grad_k, grad_v))
+        for band in bands:
+            below = slice(band.start, None)
+            torch.bmm(own_p[:, below, band].mT, given[:, below], out=by_v[:, band])
+            torch.bmm(own_ds[:, below, band].mT, near[:, below], out=by_k[:, band])
+            torch.bmm(own_ds[:, band, : band.stop], k[:, : band.stop], out=by_near[:, band])
+        if piece.previous:  # gradients of keys and values are added to the stored ones
+            assert laid.far is not None and grad_far is not None, "windows reach back"
+            p, ds = p[:, :, :chunk], ds[:, :, :chunk]
+            k, by_k, by_v = (piece.blocks(x, before - 1) for x in (laid.k, grad_k, grad_v))
+            by_v.baddbmm_(p.mT, given)
+            by_k.baddbmm_(ds.mT, piece.blocks(laid.far))
+            torch.bmm(ds, k, out=piece.blocks(grad_far))
     return grads
-
-
-def _empty_grads(near: Tensor, far: Tensor | None, k: Tensor, v: Tensor, shape: _Shape) -> _Grads:
-    """Allocate the gradients, with zeros where no product writes: far of a first chunk, keys and values before it."""
-    grad_far = None if far is None else torch.empty_like(far)
-    if grad_far is not None and not shape.before:
-        grad_far[:, : shape.chunk] = 0
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    for x in (grad_k, grad_v):
-        x[:, : shape.before * shape.chunk] = 0
-    return torch.empty_like(near), grad_far, grad_k, grad_v
-
-
-def _own_chunk(
-    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor, Tensor], grads: _Grads, piece: _WidePiece, shape: _Shape
-) -> None:  # fmt: skip
-    """Compute gradients of attention within a chunk, from the weights p and score gradients ds (blocks, c, c)."""
-    grad, near, grad_near = (piece.of(shape.blocked(x)) for x in (*given[:2], grads[0]))
-    k, grad_k, grad_v = (piece.of(shape.blocked(x), shape.before) for x in (given[2], *grads[2:]))
-    for band in shape.bands():
-        below = slice(band.start, None)
-        torch.bmm(p[:, below, band].mT, grad[:, below], out=grad_v[:, band])
-        torch.bmm(ds[:, below, band].mT, near[:, below], out=grad_k[:, band])
-        torch.bmm(ds[:, band, : band.stop], k[:, : band.stop], out=grad_near[:, band])
-
-
-def _previous_chunk(
-    p: Tensor, ds: Tensor, given: tuple[Tensor, Tensor | None, Tensor], grads: _Grads, piece: _WidePiece, shape: _Shape
-) -> None:  # fmt: skip
-    """Compute gradients of attention to the previous chunk. Those of keys and values are added to the stored ones."""
-    assert given[1] is not None and grads[1] is not None, "windows reach back"
-    grad, far, grad_far = (piece.of(shape.blocked(x)) for x in (given[0], given[1], grads[1]))
-    k, grad_k, grad_v = (piece.of(shape.blocked(x), shape.before - 1) for x in (given[2], *grads[2:]))
-    grad_v.baddbmm_(p.mT, grad)
-    grad_k.baddbmm_(ds.mT, far)
-    torch.bmm(ds, k, out=grad_far)

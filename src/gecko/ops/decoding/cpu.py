@@ -155,19 +155,16 @@ class Network:
         self._network = self._filled(_NetworkStruct, record | {"slots": self._sizes["slots"]})
         self._network.layer = self._layers
         self._room: dict[int, Tensor] = {}
-        self._vocabulary = record["vocabulary"]
         names = *_MIXER_MATRICES, *_FEED_FORWARD_MATRICES
         matrices = [self._network.head, *(getattr(layer, name) for layer in self._layers for name in names)]
         self._products = sum(int(matrix.outputs * matrix.inputs) for matrix in matrices)
-        self._features, self._rows = record["features"], record["rows"]
+        self._vocabulary, self._features, self._rows = (record[name] for name in ("vocabulary", "features", "rows"))
         self._logits = torch.empty(self._rows, self._vocabulary, dtype=torch.float32, device="cpu")
         self._tokens, self._slots = (c_int64 * self._rows)(), (c_int64 * self._rows)(*range(self._rows))
         self._clocked = min(self._rows, clock[0].numel())
-        self._batch = _BatchStruct(
-            0, ctypes.addressof(self._tokens), ctypes.addressof(self._slots),
-            *(self._address("the clock", x, torch.int64, (clock[0].numel(),)) for x in clock),
-            self._logits.data_ptr(), None,
-        )  # fmt: skip
+        self._clock = [self._address("the clock", x, torch.int64, (clock[0].numel(),)) for x in clock]
+        lists = ctypes.addressof(self._tokens), ctypes.addressof(self._slots), *self._clock
+        self._batch = _BatchStruct(0, *lists, self._logits.data_ptr(), None)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of each of the first sequences and return the logits of the next ones, (rows, vocabulary).
@@ -186,13 +183,8 @@ class Network:
     def hidden_step(self, tokens: Sequence[int]) -> Tensor:
         """Read tokens as ``step`` does, and return the input of the head, (rows, D) float32."""
         self._check(tokens, self._clocked)
-        rows = len(tokens)
-        hidden = torch.empty(rows, self._features, dtype=torch.float32, device="cpu")
-        batch = _BatchStruct.from_buffer_copy(self._batch)
-        batch.rows, batch.logits, batch.hidden = rows, None, hidden.data_ptr()
-        self._tokens[:rows] = tokens
-        self._run(batch)
-        return hidden
+        self._tokens[: len(tokens)] = tokens
+        return self._hidden(len(tokens), self._batch.token, self._batch.slot, *self._clock)
 
     def hidden(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Read one token of each of some sequences and return the input of the head, (rows, D) float32.
@@ -209,10 +201,12 @@ class Network:
         """
         given = [x.tolist() for x in (tokens, slots, positions)]
         self._check(given[0], self._rows)
-        rows = len(tokens)
+        lists = [(c_int64 * len(tokens))(*numbers) for numbers in (*given, [0] * len(tokens))]
+        return self._hidden(len(tokens), *map(ctypes.addressof, lists))
+
+    def _hidden(self, rows: int, *lists: int) -> Tensor:
         hidden = torch.empty(rows, self._features, dtype=torch.float32, device="cpu")
-        lists = [(c_int64 * rows)(*numbers) for numbers in (*given, [0] * rows)]
-        self._run(_BatchStruct(rows, *(ctypes.addressof(one) for one in lists), None, hidden.data_ptr()))
+        self._run(_BatchStruct(rows, *lists, None, hidden.data_ptr()))
         return hidden
 
     def _check(self, tokens: Sequence[int], most: int) -> None:
@@ -222,24 +216,21 @@ class Network:
             raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
 
     def _run(self, batch: _BatchStruct) -> None:
+        network = ctypes.byref(self._network)
         threads = max(1, min(torch.get_num_threads(), batch.rows * self._products // WEIGHTS_PER_THREAD))
-        step = _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))
-        if step(ctypes.byref(self._network), ctypes.byref(batch), self._room_of(threads), threads):
-            raise ValueError(
-                f"sequences must be in slots 0..{self._sizes['slots'] - 1}, at a position that is not before the start "
-                "of their document; a state has another clock. Read the text again."
-            )
-
-    def _room_of(self, threads: int) -> int:
-        """Return the address of the work memory, which is zero before the first call."""
-        if threads not in self._room:
-            numbers = _function("decoding_room", c_int64, (c_void_p, c_int64))(ctypes.byref(self._network), threads)
+        if threads not in self._room:  # it is zero before the first call
+            numbers = _function("decoding_room", c_int64, (c_void_p, c_int64))(network, threads)
             try:
                 self._room[threads] = torch.zeros(numbers, dtype=torch.float32, device="cpu")
             except RuntimeError as error:
                 message = f"decoding needs {4 * numbers:,} bytes to work in; the system refused them."
                 raise MemoryError(message) from error
-        return self._room[threads].data_ptr()
+        step = _function("decoding_step", c_int64, (c_void_p, c_void_p, c_void_p, c_int64))
+        if step(network, ctypes.byref(batch), self._room[threads].data_ptr(), threads):
+            raise ValueError(
+                f"sequences must be in slots 0..{self._sizes['slots'] - 1}, at a position that is not before the start "
+                "of their document; a state has another clock. Read the text again."
+            )
 
     def _filled(self, kind: Any, record: Record) -> Any:
         """Return a structure of class ``kind``. Fields that C does not read may be missing in the record."""

@@ -1,11 +1,8 @@
 """Triton backend of the mixer's gates: activation, product and change of layout in one kernel.
 
 A program processes some steps and some features of one head. The features of a head are adjacent in both layouts, so
-reads and writes are of whole cache lines. Backward computes the activation again.
-
-Memory traffic in passes over (B, T, H · d): ``silu_by_head`` 2 forward and 3 backward (4 and 5 with separate
-operations); ``gated`` 4 and 6 (10 and 12 with separate operations: a copy of the gate, its silu, the sum of products, a
-copy of the sum).
+reads and writes are of whole cache lines. Backward computes the activation again. ``gated`` takes 4 passes over
+(B, T, H · d) forward and 6 backward, instead of 10 and 12 with separate operations.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
-from gecko.ops.common import empty_contiguous
+from gecko.ops.common import contiguous, empty_contiguous
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -30,27 +27,23 @@ def _sizes(heads: int, size: int) -> dict[str, int]:
 def _launch(kernel: Any, batch: int, length: int, heads: int, size: int, **tensors: Tensor | None) -> None:
     sizes = _sizes(heads, size)
     grid = (blocks(batch * length, sizes["steps"]) * heads * blocks(size, sizes["width"]),)
-    Launch(kernel, grid, {**tensors, "batch": batch, "length": length, **sizes}, 4).run()
+    Launch(kernel, grid, {**contiguous(**tensors), "batch": batch, "length": length, **sizes}, 4).run()
 
 
 @custom_op("silu_by_head_backward")
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     batch, heads, length, size = grad.shape
-    grad_x, grad, x = empty_contiguous(x), grad.contiguous(), x.contiguous()
+    grad_x = empty_contiguous(x)
     _launch(_silu_gradient, batch, length, heads, size, p_grad=grad, p_x=x, p_grad_x=grad_x)
     return grad_x
 
 
-def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-
-
-@custom_op("silu_by_head", lambda ctx, grad: (_silu_backward(grad, *ctx.saved_tensors), None), _keep_input)
+@custom_op("silu_by_head", _silu_backward, of=[0], saves=lambda inputs, _: inputs[:1])
 def silu_by_head_triton(x: Tensor, heads: int) -> Tensor:
     """Compute ``silu_by_head`` for the dtypes of the kernels."""
     batch, length, features = x.shape
     y = x.new_empty(batch, heads, length, features // heads)
-    _launch(_silu, batch, length, heads, features // heads, p_x=x.contiguous(), p_y=y)
+    _launch(_silu, batch, length, heads, features // heads, p_x=x, p_y=y)
     return y
 
 
@@ -60,32 +53,18 @@ def _gated_backward(grad: Tensor, attended: Tensor, gate: Tensor) -> tuple[Tenso
     batch, heads, length, size = attended.shape
     into_attended, into_gate, into_recalled = map(empty_contiguous, (attended, gate, attended))
     _launch(
-        _gate_gradient, batch, length, heads, size, p_grad=grad.contiguous(), p_attended=attended.contiguous(),
-        p_gate=gate.contiguous(), p_grad_attended=into_attended, p_grad_gate=into_gate, p_grad_recalled=into_recalled,
+        _gate_gradient, batch, length, heads, size, p_grad=grad, p_attended=attended, p_gate=gate,
+        p_grad_attended=into_attended, p_grad_gate=into_gate, p_grad_recalled=into_recalled,
     )  # fmt: skip
     return into_attended, into_gate, into_recalled
 
 
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    attended, gate, recalled = inputs
-    ctx.save_for_backward(attended, gate)
-    ctx.recalls = recalled is not None
-
-
-def _propagate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    into_attended, into_gate, into_recalled = _gated_backward(grad, *ctx.saved_tensors)
-    return into_attended, into_gate, into_recalled if ctx.recalls else None
-
-
-@custom_op("gated", _propagate, _keep_factors)
+@custom_op("gated", _gated_backward, of=[0, 1, 2], saves=lambda inputs, _: inputs[:2])
 def gated_triton(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     """Compute ``gated`` for the dtypes of the kernels."""
     batch, heads, length, size = attended.shape
     out = attended.new_empty(batch, length, heads * size)
-    _launch(
-        _gate, batch, length, heads, size, p_attended=attended.contiguous(), p_gate=gate.contiguous(),
-        p_recalled=None if recalled is None else recalled.contiguous(), p_out=out,
-    )  # fmt: skip
+    _launch(_gate, batch, length, heads, size, p_attended=attended, p_gate=gate, p_recalled=recalled, p_out=out)
     return out
 
 

@@ -1,12 +1,11 @@
 """Output projection and cross-entropy in blocks of tokens, so that the logits of all tokens never exist at once.
 
-Softmax, loss and sums of gradients are float32. On a GPU, products have the dtype of autocast: tensor cores sum
-bfloat16 products in float32 and return float32 logits. The C kernels, for heads with few weights, do the same. Other
-products on a CPU would round the logits to bfloat16, so the logits are computed in the dtype of the hidden states, and
-only the products for gradients use the dtype of autocast.
+Softmax, loss and sums of gradients are float32. On a GPU, products have the dtype of autocast and return float32
+logits; the C kernels, for heads with few weights, do the same. Other products on a CPU would round the logits, which
+are therefore computed in the dtype of the hidden states; only products for gradients use the dtype of autocast.
 
-``F.linear_cross_entropy`` works in blocks too, but it rounds the loss to 16 bits, returns NaN if all targets are
-ignored, supports neither a second backward pass nor ``torch.compile``, and took 2 to 4 times as long on a CPU.
+``F.linear_cross_entropy`` rounds the loss to 16 bits, returns NaN if all targets are ignored, supports neither a second
+backward pass nor ``torch.compile``, and took 2 to 4 times as long on a CPU.
 """
 
 from __future__ import annotations

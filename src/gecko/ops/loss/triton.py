@@ -1,9 +1,8 @@
 """Triton backend of cross-entropy: softmax, loss and the gradient of the logits in one kernel.
 
 A program processes one token. It reads the logits for the maximum and the sum, and again for the gradient. With a large
-vocabulary it fills a multiprocessor, so that the logits of all running programs stay in the cache until then. Memory
-traffic per logit: 8 bytes read and 2 written, against 38 with separate operations (log-softmax, exponential, scatter,
-scaling, rounding). The three products with D = 2,048 features take 12,288 FLOPs per logit.
+vocabulary it fills a multiprocessor, so that the logits of all running programs stay in the cache until then. It moves
+10 bytes per logit, against 38 with separate operations.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Triton backend of group RMS norm and layer norm. Forward reads x once; backward reads x and the gradient of y once.
 
 A program processes a few whole steps. Backward computes the statistics again instead of saving them. A backward program
-loops over many steps and writes one row of the gradients of weight and bias.
-
-Memory traffic per number of x in bfloat16: 2 bytes read and 2 written forward, 4 and 2 backward, which is the minimum.
-For float32 x and bfloat16 y, as under autocast: 4 and 2, then 6 and 4. ``F.rms_norm`` would return float32 there, which
-each reader converts separately. The residual stream is the sum of x and of outputs of linear layers, branches, which
-the same kernels add: 4 + 2 · branches bytes read and 6 written forward, 10 and 6 backward.
+loops over many steps and writes one row of the gradients of weight and bias. The residual stream is the sum of x and of
+outputs of linear layers, branches, which the same kernels add. ``F.rms_norm`` would return float32 under autocast,
+which each reader converts separately.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
+from gecko.ops.common import contiguous
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -84,7 +82,7 @@ def _propagate(ctx: Any, grads: list[Any]) -> tuple[Any, ...]:
     return *of_terms, *of_affine, *[None] * 5
 
 
-@custom_op("group_norm", _propagate, _keep)
+@custom_op("group_norm")
 def _group_norm(
     x: Tensor, first: Tensor | None, second: Tensor | None, weight: Tensor | None, bias: Tensor | None, groups: int,
     eps: float, centered: bool, dtype: torch.dtype, sum_dtype: torch.dtype | None,
@@ -93,18 +91,17 @@ def _group_norm(
     rows, sizes = x.numel() // x.shape[-1], _sizes(x.shape[-1], groups)
     outputs = _like(x, dtype, sum_dtype)
     Launch(_normalise, (blocks(rows, sizes["steps"]),), {
-        **_contiguous(p_x=x, p_first=first, p_second=second, p_weight=weight, p_bias=bias), "p_y": outputs[0],
+        **contiguous(p_x=x, p_first=first, p_second=second, p_weight=weight, p_bias=bias), "p_y": outputs[0],
         "p_sum": None if sum_dtype is None else outputs[1], "rows": rows, "eps": eps, "centered": centered, **sizes,
     }, _warps(sizes)).run()  # fmt: skip
     return outputs
 
 
+_group_norm.register_autograd(_propagate, setup_context=_keep)
+
+
 def _like(x: Tensor, *dtypes: torch.dtype | None) -> list[Tensor]:
     return [torch.empty_like(x, dtype=t, memory_format=torch.contiguous_format) for t in dtypes if t is not None]
-
-
-def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
-    return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
 
 
 @custom_op("group_norm_backward")
@@ -121,7 +118,7 @@ def _backward(
     grads = _like(x, x.dtype, narrow)
     parts = x.new_empty(1 + centered, programs, x.shape[-1], dtype=torch.float32)
     Launch(_gradients, (programs,), {
-        **_contiguous(p_x=x, p_weight=weight, p_grad_y=grad_y, p_grad_sum=grad_sum), "p_grad_x": grads[0],
+        **contiguous(p_x=x, p_weight=weight, p_grad_y=grad_y, p_grad_sum=grad_sum), "p_grad_x": grads[0],
         "p_grad_narrow": None if narrow is None else grads[1], "p_scale_parts": parts[0],
         "p_shift_parts": parts[1] if centered else None, "rows": rows, "programs": programs, "eps": eps,
         "centered": centered, **sizes,

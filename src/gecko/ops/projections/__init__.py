@@ -1,11 +1,8 @@
 """Linear layers that share one input. A residual can be added to the last output.
 
-The C kernels add biases and residuals while a product is in registers. Backward reads each output gradient once, and
-computes the gradients of input, weight and bias together.
-
-On a GPU under autocast, input, weights and biases are converted by one launch. Backward adds up the gradients of the
-input inside the products, and sums those of weights and biases in the dtype of the parameters: no launch adds or
-converts them, and they are not rounded to 16 bits.
+The C kernels add biases and residuals while a product is in registers, and compute the gradients of input, weight and
+bias together. On a GPU under autocast, one launch converts everything; backward adds up the gradients of the input
+inside the products, and sums those of weights and biases in the dtype of the parameters, not rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -112,7 +109,14 @@ class ProjectionsGPU(torch.autograd.Function):
         count = len(layers) // 2
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, *(None if t is None else t.dtype for t in layers))
         with full_precision(x):
-            x, *cast = _converted((x, *layers), dtype)
+            given = x, *layers  # those of other dtypes are converted together
+            others = [t for t in given if t is not None and dtype not in (None, t.dtype)]
+            made = [torch.empty_like(t, dtype=dtype) for t in others]
+            if made:
+                torch._foreach_copy_(made, others)
+            found = iter(made)
+            cast: list[Any] = [next(found) if t is not None and dtype not in (None, t.dtype) else t for t in given]
+            x, *cast = cast
             _, needs_x, *needed = ctx.needs_input_grad
             kept = cast[:count] if needs_x else [None] * count
             ctx.save_for_backward(x if any(needed[:count]) else None, *kept)
@@ -146,13 +150,3 @@ class ProjectionsGPU(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return float32_product(a, b) if dtype == torch.float32 else torch.mm(a, b).to(dtype)
-
-
-def _converted(tensors: Sequence[Tensor | None], dtype: torch.dtype | None) -> list[Any]:
-    """Return ``tensors`` in ``dtype``, converted together."""
-    others = [t for t in tensors if t is not None and dtype not in (None, t.dtype)]
-    made = [torch.empty_like(t, dtype=dtype) for t in others]
-    if made:
-        torch._foreach_copy_(made, others)
-    found = iter(made)
-    return [next(found) if t is not None and dtype not in (None, t.dtype) else t for t in tensors]

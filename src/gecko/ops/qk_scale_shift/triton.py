@@ -3,9 +3,8 @@
 A program processes some steps of one head. Backward computes the norm again. A backward program loops over many steps
 and writes one row of the gradients of scale and offset.
 
-Forward reads z and writes its rows, and backward reads the rows' gradients and z and writes one: both are the minimum
-of memory traffic. Rotary embedding would add none here. Attention applies it instead, because it rotates keys again for
-the next chunk and its state holds rotated keys.
+Rotary embedding would add no memory traffic here. Attention applies it instead, because it rotates keys again for the
+next chunk and its state holds rotated keys.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def _propagate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grad_z, grad_scale.to(scale.dtype), grad_offset.to(ctx.offset_dtype), None, None
 
 
-@custom_op("qk_scale_shift", _propagate, _keep)
+@custom_op("qk_scale_shift")
 def _qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> list[Tensor]:
     (batch, length, features), rows = z.shape, scale.shape[0]
     sizes = _sizes(z, rows, heads)
@@ -94,6 +93,9 @@ def _qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: f
         **_pointers("p_out", out), "batch": batch, "length": length, "eps": eps, **sizes,
     }, WARPS).run()  # fmt: skip
     return out
+
+
+_qk_scale_shift.register_autograd(_propagate, setup_context=_keep)
 
 
 # Kernels. Axis 0 is steps, axis 1 the features of a head.

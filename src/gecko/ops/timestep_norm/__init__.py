@@ -66,8 +66,13 @@ def timestep_norm(
 
             return timestep_norm_triton(x, weight, bias, groups, betas, eps, state, segments, wanted)
         case "cpu":
-            y, state = _timestep_norm_cpu(x, weight, bias, betas, eps, state, segments)
-            return y.to(wanted), state
+            # A float64 tensor: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
+            decays = None if betas is None else torch.tensor(betas, dtype=torch.float64, device="cpu")
+            check_shape("state.variance", state.variance, state.mean.shape)
+            check_shape("state.count", state.count, (batch,))
+            before = state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, segments.ends
+            y, *after = TimestepNormCPU.run(x, weight, bias, *before, decays, float(eps))
+            return y.to(wanted), type(state)(*after)
     wide = x.to(dtype)
     with full_precision(x):
         if betas is not None and length == 1:
@@ -78,19 +83,6 @@ def timestep_norm(
         else:
             mean, variance, state = decayed_statistics(wide, groups, betas, state, segments)
         return standardise(wide, mean, variance, weight, bias, eps).to(wanted), state
-
-
-def _timestep_norm_cpu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, betas: tuple[float, float] | None, eps: float,
-    state: TimestepNormState, segments: Segments,
-) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
-    # A float64 tensor: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
-    decays = None if betas is None else torch.tensor(betas, dtype=torch.float64, device="cpu")
-    check_shape("state.variance", state.variance, state.mean.shape)
-    check_shape("state.count", state.count, (len(x),))
-    given = state.mean, state.variance, state.count.to(torch.int64), segments.start_flags, segments.ends, decays
-    y, *after = TimestepNormCPU.run(x, weight, bias, *given, float(eps))
-    return y, type(state)(*after)
 
 
 _STEPS, _PARTS = 16, 64
@@ -147,27 +139,18 @@ def timestep_norm_state_before(
         return state
     state = state or TimestepNormState.empty(len(x), groups, compute_dtype(x), x.device)
     _, end = timestep_norm(x, None, None, groups, betas, eps, state, segments=segments)
-    (ends,) = exchange.send((), [torch.stack([end.mean, end.variance])])()
-    merged = _pooled(ends, exchange.counts) if betas is None else _decayed(ends, betas, exchange.counts, x.shape[1])
-    mean, variance = merged.unbind(0)
-    return TimestepNormState(state.count + exchange.counts.sum(0), state.mean + mean, state.variance + variance)
-
-
-def _decayed(ends: Tensor, betas: tuple[float, float], counts: Tensor, length: int) -> Tensor:
-    """Return the decayed sums (2, B, G) before this rank from ``ends`` (R − 1, 2, B, G), those of earlier ranks."""
-    beta = to_device(torch.tensor(betas, dtype=torch.float64, device="cpu"), ends.device)
-    between = length * torch.arange(len(ends), device=ends.device)
-    decay = (beta ** between.unsqueeze(1)).to(ends.dtype)[:, :, None, None]
-    return (ends * decay * (counts > 0)[:, None, :, None]).sum(0)
-
-
-def _pooled(ends: Tensor, counts: Tensor) -> Tensor:
-    """Return mean and variance (2, B, G) of the ``counts`` (R − 1, B) steps whose statistics are ``ends``."""
-    held = counts.to(ends.dtype)
-    share = (held / held.sum(0).clamp(min=1)).unsqueeze(-1)
-    means, variances = ends.unbind(1)
-    mean = (share * means).sum(0)
-    return torch.stack([mean, (share * (variances + (means - mean).square())).sum(0)])
+    (ends,), counts = exchange.send((), [torch.stack([end.mean, end.variance])])(), exchange.counts
+    if betas is None:  # pooled, by the steps of each rank
+        share = (counts.to(ends.dtype) / counts.sum(0).clamp(min=1).to(ends.dtype)).unsqueeze(-1)
+        means, variances = ends.unbind(1)
+        mean = (share * means).sum(0)
+        variance = (share * (variances + (means - mean).square())).sum(0)
+    else:  # decayed over the steps of the ranks between
+        beta = to_device(torch.tensor(betas, dtype=torch.float64, device="cpu"), ends.device)
+        between = x.shape[1] * torch.arange(len(ends), device=ends.device)
+        decay = (beta ** between.unsqueeze(1)).to(ends.dtype)[:, :, None, None]
+        mean, variance = (ends * decay * (counts > 0)[:, None, :, None]).sum(0).unbind(0)
+    return TimestepNormState(state.count + counts.sum(0), state.mean + mean, state.variance + variance)
 
 
 def timestep_norm_reference(

@@ -1,9 +1,9 @@
-"""Triton backend of the timestep norm, parallel over time.
+"""Triton backend of the timestep norm, parallel over time: forward and backward are one launch each.
 
-A program processes one tile: some steps of some groups of features. A tile may hold several documents; the scan is
-reset where one starts. Both passes are one launch each: a program computes the sums of its tile alone, stores them for
-later tiles, waits for those of the tiles before, and computes its result. x stays in registers, or in the cache where
-there is too much of it. The backward pass goes through the tiles from the last to the first.
+A program processes one tile: some steps of some groups of features. It computes the sums of its tile alone, stores them
+for later tiles, waits for those of the tiles before, and computes its result. A tile may hold several documents; the
+scan is reset where one starts. The backward pass goes through the tiles from the last to the first: the gradients of
+the running statistics are sums over all later steps of the document. Only x and the statistics before tiles are saved.
 
 - **Order.** Tiles form blocks of ``in_block``. What is before a tile are the sums after the block before, and those of
   the tiles since, always added in this order: results do not depend on which program runs first.
@@ -11,12 +11,6 @@ there is too much of it. The backward pass goes through the tiles from the last 
   started, so some program can always go on, in whatever order the GPU starts programs.
 - **Visibility.** A number and the bit that says that it is there are one word of 64 bits, written and read by atomic
   operations. So no order between several words is needed.
-
-Only x and the statistics before tiles are saved.
-
-Forward reads and writes x once, backward reads x and the gradient and writes one, the minimum of both; words,
-statistics and partial sums between programs are 4 % of it. Instructions per number of x:
-``benchmarks/results/gpu_budget.md``.
 
 Cumulative statistics are combined as (count, mean, mean variance), which avoids cancellation if the mean is large.
 """
@@ -33,21 +27,23 @@ import triton.language as tl
 from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
-from gecko.ops.common import empty_contiguous
+from gecko.ops.common import contiguous, empty_contiguous
 from gecko.ops.timestep_norm.chunked import TimestepNormState
-from gecko.ops.timestep_norm.triton_backward import gradients
 from gecko.ops.timestep_norm.triton_tiles import (
     at_step,
     before_spans,
     feature_mask,
+    feature_offsets,
     follow,
     held,
+    join_decayed,
     join_pooled,
     load_affine,
     load_begins,
     load_goes_on,
     load_tile,
     moments_of_tile,
+    moved,
     normal_factors,
     places_of_spans,
     program_place,
@@ -62,6 +58,7 @@ from gecko.ops.timestep_norm.triton_tiles import (
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
+# ruff: noqa: RUF005 -- Triton compiles no starred elements of tuples
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code=assignment
 
@@ -75,19 +72,19 @@ def timestep_norm_triton(
     state: TimestepNormState, segments: Segments, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` for the dtypes of the kernels, without context exchange."""
-    begins = None if segments.starts is None else segments.shared("begins", _begins)
-    decays = None if betas is None else list(betas)
+
+    def begins(segments: Segments) -> Tensor:
+        """Return the step of the call at which the document of each step started, or −1 if before; (B, T) int32."""
+        assert segments.starts is not None
+        steps = np.where(segments.starts, np.arange(segments.length), -1)
+        return to_device(torch.from_numpy(np.maximum.accumulate(steps, axis=1).astype(np.int32)), segments.device)
+
     y, count, mean, variance, _ = _timestep_norm(
-        x, weight, bias, state.count, state.mean, state.variance, begins, groups, decays, eps, dtype or x.dtype
-    )
+        x, weight, bias, state.count, state.mean, state.variance,
+        None if segments.starts is None else segments.shared("begins", begins), groups,
+        None if betas is None else list(betas), eps, dtype or x.dtype,
+    )  # fmt: skip
     return y, type(state)(count, mean, variance)
-
-
-def _begins(segments: Segments) -> Tensor:
-    """Return the step of the call at which the document of each step started, or −1 if before; (B, T) int32."""
-    assert segments.starts is not None
-    steps = np.where(segments.starts, np.arange(segments.length), -1)
-    return to_device(torch.from_numpy(np.maximum.accumulate(steps, axis=1).astype(np.int32)), segments.device)
 
 
 def _sizes(length: int, features: int, groups: int, cumulative: bool) -> dict[str, int]:
@@ -103,25 +100,28 @@ def _sizes(length: int, features: int, groups: int, cumulative: bool) -> dict[st
     }  # fmt: skip
 
 
-def _warps(sizes: dict[str, int], cumulative: bool) -> int:
-    numbers = sizes["span"] * sizes["spans"] * sizes["together"] * sizes["width"]
-    return max(1, numbers // _NUMBERS_OF_WARP[cumulative])
-
-
 def _tiles_in_block(together: int) -> int:
     """Return the tiles of a block. Blocks wait for each other in turn, and a program reads two words per tile of its
     block and group."""
     return max(2, min(32, 64 // together))
 
 
-def _tiling(count: Tensor, length: int, sizes: dict[str, int]) -> tuple[int, tuple[int], dict[str, Any]]:
-    """Return the number of tiles of a row in time, the grid, and arguments that are the same forwards and backwards:
-    ``p_words`` are the zeros by which programs exchange numbers, or None if a row has one tile."""
-    tiles, across = blocks(length, sizes["span"] * sizes["spans"]), blocks(sizes["groups"], sizes["together"])
-    in_block = _tiles_in_block(sizes["together"])
-    words = 1 + len(count) * (tiles + blocks(tiles, in_block)) * sizes["groups"] * 2
-    given = {"p_words": count.new_zeros(words) if tiles > 1 else None, "length": length, "tiles": tiles, **sizes}
-    return tiles, (len(count) * tiles * across,), given | {"in_block": in_block}
+def _tiling(
+    x: Tensor, count: Tensor, groups: int, betas: list[float] | None
+) -> tuple[int, tuple[int], dict[str, Any], int]:
+    """Return the number of tiles of a row in time, the grid, the arguments that are the same forwards and backwards,
+    and the warps. ``p_words`` are the zeros by which programs exchange numbers, or None if a row has one tile."""
+    (batch, length, features), cumulative = x.shape, betas is None
+    sizes = _sizes(length, features, groups, cumulative)
+    steps, in_block = sizes["span"] * sizes["spans"], _tiles_in_block(sizes["together"])
+    tiles = blocks(length, steps)
+    words = 1 + batch * (tiles + blocks(tiles, in_block)) * groups * 2
+    given = {
+        "p_words": count.new_zeros(words) if tiles > 1 else None, "length": length, "tiles": tiles, **sizes,
+        "in_block": in_block, **decay_arguments(betas),
+    }  # fmt: skip
+    warps = max(1, steps * sizes["together"] * sizes["width"] // _NUMBERS_OF_WARP[cumulative])
+    return tiles, (batch * tiles * blocks(groups, sizes["together"]),), given, warps
 
 
 def decay_arguments(betas: list[float] | None) -> dict[str, Any]:
@@ -142,21 +142,18 @@ def _backward(
     betas: list[float] | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, of weight and bias (2, D), and of the mean and variance of the state."""
-    batch, length, features = x.shape
-    sizes, decay = _sizes(length, features, groups, betas is None), decay_arguments(betas)
-    tiles, grid, given = _tiling(count, length, sizes)
+    tiles, grid, given, warps = _tiling(x, count, groups, betas)
     grad_x = empty_contiguous(x)
     grad_before = mean.new_empty(mean.shape), variance.new_empty(variance.shape)
-    parts = mean.new_empty(2, batch * tiles, features)
+    parts = mean.new_empty(2, len(x) * tiles, x.shape[2])
     Launch(gradients, grid, {
-        "p_x": x.contiguous(), "p_grad_y": grad_y.contiguous(), "p_begin": begins, "p_count": count.contiguous(),
-        "p_mean": mean.contiguous(), "p_variance": variance.contiguous(), "p_carry": carry,
-        "p_weight": weight,
-        "p_grad_mean_after": None if grad_mean is None else grad_mean.contiguous(),
-        "p_grad_variance_after": None if grad_variance is None else grad_variance.contiguous(),
-        "p_grad_x": grad_x, "p_scale_parts": parts[0], "p_shift_parts": parts[1], "p_grad_mean": grad_before[0],
-        "p_grad_variance": grad_before[1], "eps": eps, **given, **decay,
-    }, _warps(sizes, betas is None)).run()  # fmt: skip
+        **contiguous(
+            p_x=x, p_grad_y=grad_y, p_count=count, p_mean=mean, p_variance=variance, p_grad_mean_after=grad_mean,
+            p_grad_variance_after=grad_variance,
+        ), "p_begin": begins, "p_carry": carry, "p_weight": weight, "p_grad_x": grad_x, "p_scale_parts": parts[0],
+        "p_shift_parts": parts[1], "p_grad_mean": grad_before[0], "p_grad_variance": grad_before[1], "eps": eps,
+        **given,
+    }, warps).run()  # fmt: skip
     return grad_x, parts.sum(1), *grad_before
 
 
@@ -179,24 +176,25 @@ def _propagate(
     return grad_x, grad_weight, grad_bias, None, grad_mean, grad_variance, *[None] * 5
 
 
-@custom_op("timestep_norm", _propagate, _keep)
+@custom_op("timestep_norm")
 def _timestep_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor,
     begins: Tensor | None, groups: int, betas: list[float] | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, length, features = x.shape
-    sizes, decay = _sizes(length, features, groups, betas is None), decay_arguments(betas)
-    tiles, grid, given = _tiling(count, length, sizes)
+    tiles, grid, given, warps = _tiling(x, count, groups, betas)
     x, count, mean, variance = (x.contiguous() for x in (x, count, mean, variance))
-    carry = mean.new_empty(batch, tiles - 1, 2, groups)
+    carry = mean.new_empty(len(x), tiles - 1, 2, groups)
     y = torch.empty_like(x, dtype=dtype)
     after = (torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance))
     Launch(normalise_tiles, grid, {
         "p_x": x, "p_begin": begins, "p_carry": carry, "p_count": count, "p_mean": mean, "p_variance": variance,
         "p_weight": weight, "p_bias": bias, "p_y": y, "p_count_after": after[0], "p_mean_after": after[1],
-        "p_variance_after": after[2], "eps": eps, **given, **decay,
-    }, _warps(sizes, betas is None)).run()  # fmt: skip
+        "p_variance_after": after[2], "eps": eps, **given,
+    }, warps).run()  # fmt: skip
     return y, *after, carry
+
+
+_timestep_norm.register_autograd(_propagate, setup_context=_keep)
 
 
 @triton.jit
@@ -342,3 +340,286 @@ def normalise_tiles(p_x, p_begin, p_carry, p_words, length, tiles, p_count, p_me
         i_begin = load_begins(p_begin, i_row, length - 1, length)
         count_after = tl.where(i_begin < 0, count, -i_begin.to(tl.int64)) + length
         tl.store(p_count_after + i_row + i_group * 0, count_after, mask=i_group == 0)
+
+
+# The gradients, in the tiles of the forward pass and in reverse order
+
+
+@triton.jit
+def _join_pooled_gradients(k_after, r_after, q_after, m_after, k, r, q, m):
+    """Combine two ranges of steps, the later one first: r = Σ (g_mean − 2 (mean_t − m) g_variance) / n and
+    q = Σ g_variance / n. m is the mean at the first step of a range. k is 0 if the later range starts another document,
+    else 1."""
+    return k_after * k, r + k * (r_after - 2 * (m_after - m) * q_after), q + k * q_after, m
+
+
+@triton.jit
+def _load_before_tile(p_mean, p_variance, p_carry, i_row, i_tile, i_group, tiles, m_tile, groups: tl.constexpr):
+    """Return mean and variance of the current document before the tile, from the state or from the forward pass."""
+    m_first, m_later = m_tile & (i_tile == 0), m_tile & (i_tile > 0)
+    state = i_row * groups + i_group
+    carry = (i_row * (tiles - 1) + i_tile - 1) * 2 * groups + i_group
+    b_m = tl.load(p_mean + state, mask=m_first, other=0.0) + tl.load(p_carry + carry, mask=m_later, other=0.0)
+    b_v = tl.load(p_variance + state, mask=m_first, other=0.0)
+    return b_m, b_v + tl.load(p_carry + carry + groups, mask=m_later, other=0.0)
+
+
+@triton.jit
+def _after_spans(b_has_next, b_r, b_q, b_m, beta_mean, beta_variance, span: tl.constexpr, cumulative: tl.constexpr):
+    """Return the combined arguments of the join, in reverse time, over each span, (spans, groups). b_has_next is 1
+    where the document of a step has the next one."""
+    b_r_sum = tl.zeros_like(b_r[0])
+    b_q_sum, b_a, b_b, b_origin = b_r_sum, b_r_sum + 1.0, b_r_sum + 1.0, b_m[span - 1]
+    for i in tl.static_range(span - 1, -1, -1):
+        b_k = b_has_next[i]
+        if cumulative:
+            b_a, b_r_sum, b_q_sum, b_origin = _join_pooled_gradients(
+                b_a, b_r_sum, b_q_sum, b_origin, b_k, b_r[i], b_q[i], b_m[i]
+            )
+        else:
+            b_a, b_b, b_r_sum, b_q_sum = join_decayed(
+                b_a, b_b, b_r_sum, b_q_sum, beta_mean * b_k, beta_variance * b_k, b_r[i], b_q[i]
+            )
+    return b_a, b_b, b_r_sum, b_q_sum, b_origin
+
+
+@triton.jit
+def _scan_of_later_spans(b_has_next, b_r, b_q, b_m, beta_mean, beta_variance, span: tl.constexpr,
+                         cumulative: tl.constexpr):  # fmt: skip
+    """Return the combined arguments of the join from the first step of each span to the tile's last step; the last span
+    comes first."""
+    b_a, b_b, b_r, b_q, b_origin = _after_spans(b_has_next, b_r, b_q, b_m, beta_mean, beta_variance, span, cumulative)
+    i_back = tl.arange(0, b_r.shape[0]) * -1 + b_r.shape[0] - 1
+    b_a, b_r, b_q = moved(b_a, i_back), moved(b_r, i_back), moved(b_q, i_back)
+    if cumulative:
+        b_all = (b_a, b_r, b_q, moved(b_origin, i_back))
+        b_a, b_r, b_q, b_origin = tl.associative_scan(b_all, 0, _join_pooled_gradients)
+        b_b = b_a
+    else:
+        b_a, b_b, b_r, b_q = tl.associative_scan((b_a, moved(b_b, i_back), b_r, b_q), 0, join_decayed)
+    return b_a, b_b, b_r, b_q, b_origin
+
+
+@triton.jit
+def _join_later(b_a, b_b, b_r, b_q, b_origin, b_r_after, b_q_after, b_origin_after, cumulative: tl.constexpr):
+    """Add what is after the tile (groups) to the result of ``_scan_of_later_spans``."""
+    if cumulative:
+        _, b_r, b_q, _ = _join_pooled_gradients(
+            b_a, b_r_after[None], b_q_after[None], b_origin_after[None], b_a, b_r, b_q, b_origin
+        )
+    else:
+        b_r, b_q = b_r + b_a * b_r_after[None], b_q + b_b * b_q_after[None]
+    return b_r, b_q
+
+
+@triton.jit
+def _later_sums(p_words, p_begin, p_mean, p_variance, p_carry, i_row, i_tile, i_group, b_origin, length, tiles,
+                log_mean, log_variance, groups: tl.constexpr, steps: tl.constexpr, cumulative: tl.constexpr,
+                in_block: tl.constexpr):  # fmt: skip
+    """Return the sums after a tile relative to b_origin, the mean after it: those of each tile alone up to the end of
+    its block, and those from the next block on. Each is relative to the mean before its tile."""
+    m_group = i_group < groups
+    i_back = tiles - 1 - i_tile
+    first = i_back // in_block * in_block
+    b_r, b_q, b_r_block, b_q_block = published(p_words, i_row, i_back, first, i_group, m_group, tiles, groups, in_block)
+    i_later, after = tiles - 1 - first - tl.arange(0, in_block), tiles - first
+    next_step = (i_tile + 1) * steps
+    # Tiles before the first one of the next document count.
+    m_later = (i_later > i_tile) & (load_begins(p_begin, i_row, i_later * steps, length) <= next_step)
+    goes_on = load_begins(p_begin, i_row, after * steps, length) <= next_step
+    if cumulative:
+        b_mean, _ = _load_before_tile(
+            p_mean, p_variance, p_carry, i_row, i_later[:, None], i_group[None], tiles,
+            m_later[:, None] & m_group[None], groups,
+        )  # fmt: skip
+        b_mean_block, _ = _load_before_tile(
+            p_mean, p_variance, p_carry, i_row, after, i_group, tiles, m_group & (first > 0), groups
+        )
+        b_r = b_r + 2 * (b_origin[None] - b_mean) * b_q
+        b_r_block += 2 * (b_origin - b_mean_block) * b_q_block
+        a = tl.where(m_later, 1.0, 0.0)
+        a_block = tl.where(goes_on, 1.0, 0.0)
+        b, b_block = a, a_block
+    else:
+        since, since_block = ((i_later - i_tile - 1) * steps).to(tl.float32), ((i_back - first) * steps).to(tl.float32)
+        a, b = tl.where(m_later, tl.exp(since * log_mean), 0.0), tl.where(m_later, tl.exp(since * log_variance), 0.0)
+        a_block = tl.where(goes_on, tl.exp(since_block * log_mean), 0.0)
+        b_block = tl.where(goes_on, tl.exp(since_block * log_variance), 0.0)
+    return tl.sum(a[:, None] * b_r, 0) + a_block * b_r_block, tl.sum(b[:, None] * b_q, 0) + b_block * b_q_block
+
+
+@triton.jit
+def _statistics(b_mu, b_sigma2, p_begin, i_row, first, count, b_m_before, b_v_before, length,
+                beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance, span: tl.constexpr,
+                spans: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
+    """Return the results of ``running_statistics`` and the running mean after the tile (groups)."""
+    b_goes_on = load_goes_on(p_begin, i_row, first, length, b_mu[0], span)
+    b_a, b_b, b_m_end, b_v_end = scan_of_spans(
+        b_goes_on, b_mu, b_sigma2, beta_mean, beta_variance, added_mean, added_variance, span, cumulative
+    )
+    before = steps_before(p_begin, i_row, first, count, length)
+    b_m_end, b_v_end = follow(b_a, b_b, b_m_end, b_v_end, before, b_m_before, b_v_before, cumulative)
+    b_m, b_v, by_mean, by_variance = running_statistics(
+        b_goes_on, b_mu, b_sigma2, steps_before(p_begin, i_row, times(first, 0, span, spans), count, length),
+        before_spans(b_m_end, b_m_before), before_spans(b_v_end, b_v_before), beta_mean, beta_variance, added_mean,
+        added_variance, log_mean, log_variance, span, cumulative,
+    )  # fmt: skip
+    return b_m, b_v, by_mean, by_variance, at_step(b_m_end, spans - 1)
+
+
+@triton.jit
+def _gradients_of_moments(b_has_next, b_mu, b_r, b_q, b_m, b_a, b_b, b_r_end, b_q_end, b_origin, b_r_after, b_q_after,
+                          b_m_after, beta_mean, beta_variance, added_mean, added_variance, span: tl.constexpr,
+                          cumulative: tl.constexpr):  # fmt: skip
+    """Return the gradients of mean and variance over the features of each group at each step, the last step first, from
+    the sums after the tile (groups)."""
+    b_r_end, b_q_end = _join_later(b_a, b_b, b_r_end, b_q_end, b_origin, b_r_after, b_q_after, b_m_after, cumulative)
+    # b_…_end are in reverse order. The last span is followed by what is after the tile.
+    i_span, spans = tl.arange(0, b_r_end.shape[0]), b_r_end.shape[0]
+    i_from, m_outside = tl.maximum(i_span * -1 + spans - 2, 0), (i_span == spans - 1)[:, None]
+    b_r_sum = tl.where(m_outside, b_r_after[None], moved(b_r_end, i_from))
+    b_q_sum = tl.where(m_outside, b_q_after[None], moved(b_q_end, i_from))
+    if cumulative:
+        b_origin = tl.where(m_outside, b_m_after[None], moved(b_origin, i_from))
+    b_grad_mu, b_grad_sigma2 = (), ()
+    for i in tl.static_range(span - 1, -1, -1):
+        b_k = b_has_next[i]
+        if cumulative:
+            _, b_r_sum, b_q_sum, b_origin = _join_pooled_gradients(
+                b_k, b_r_sum, b_q_sum, b_origin, b_k, b_r[i], b_q[i], b_m[i]
+            )
+            b_grad_mu = b_grad_mu + (b_r_sum + 2 * (b_mu[i] - b_m[i]) * b_q_sum,)
+            b_grad_sigma2 = b_grad_sigma2 + (b_q_sum,)
+        else:
+            b_r_sum, b_q_sum = b_r[i] + beta_mean * b_k * b_r_sum, b_q[i] + beta_variance * b_k * b_q_sum
+            b_grad_mu, b_grad_sigma2 = b_grad_mu + (added_mean * b_r_sum,), b_grad_sigma2 + (added_variance * b_q_sum,)
+    return b_grad_mu, b_grad_sigma2
+
+
+@triton.jit
+def _gradients_of_statistics(b_grad, b_centered, b_mu, b_m, b_v, by_mean, by_variance, p_grad_mean_after,
+                             p_grad_variance_after, i_row, i_group, first, length, eps, groups: tl.constexpr,
+                             span: tl.constexpr, spans: tl.constexpr, cumulative: tl.constexpr):  # fmt: skip
+    """Return the gradients of the running mean and variance by the output of each step, those by the state after the
+    last step included; and (mean of x − running mean) and 1 / √(variance + ε) at each step."""
+    i_state = i_row * groups + i_group
+    m_state = (i_group < groups) & (first + span * spans >= length)
+    b_grad_mean_after, b_grad_variance_after = 0.0, 0.0
+    if p_grad_mean_after is not None:
+        b_grad_mean_after = tl.load(p_grad_mean_after + i_state, mask=m_state, other=0.0)[None]
+    if p_grad_variance_after is not None:
+        b_grad_variance_after = tl.load(p_grad_variance_after + i_state, mask=m_state, other=0.0)[None]
+    b_r, b_q, b_offset, b_rstd = (), (), (), ()
+    for i in tl.static_range(span):
+        inverse, w, rstd = normal_factors(b_v[i], by_mean[i], by_variance[i], eps, cumulative)
+        offset = b_mu[i] - b_m[i] * inverse
+        total = tl.sum(b_grad[i], 2)
+        r = -rstd * inverse * total
+        q = -0.5 * rstd * rstd * w * (tl.sum(b_grad[i] * b_centered[i], 2) + offset * total)
+        m_last = (times(first, i, span, spans) == length - 1)[:, None]
+        r, q = r + tl.where(m_last, b_grad_mean_after, 0.0), q + tl.where(m_last, b_grad_variance_after, 0.0)
+        if cumulative:
+            r, q = r / by_mean[i], q / by_mean[i]
+        b_r, b_q, b_offset, b_rstd = b_r + (r,), b_q + (q,), b_offset + (offset,), b_rstd + (rstd,)
+    return b_r, b_q, b_offset, b_rstd
+
+
+@triton.jit(do_not_specialize=["length", "tiles"])
+def gradients(p_x, p_grad_y, p_begin, p_count, p_mean, p_variance, p_carry, p_words, p_weight,
+              p_grad_mean_after, p_grad_variance_after, p_grad_x, p_scale_parts, p_shift_parts, p_grad_mean,
+              p_grad_variance, length, tiles, eps,
+              beta_mean, beta_variance, added_mean, added_variance, log_mean, log_variance,
+              features: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+              together: tl.constexpr, span: tl.constexpr, spans: tl.constexpr, cumulative: tl.constexpr,
+              in_block: tl.constexpr):  # fmt: skip
+    """Compute the gradient of x, the gradients of weight and bias per tile (p_…_parts, (B · tiles, D)), and, in the
+    first tile of a row, the gradients of the state. p_words: as in ``normalise_tiles``."""
+    steps: tl.constexpr = span * spans
+    i_row, i_back, i_group = program_place(take_number(p_words), tiles, groups, together)
+    i_tile = tiles - 1 - i_back
+    m_group, first = i_group < groups, i_tile * steps
+    begin, left = (i_row * length + first) * features, length - first
+    m_feature = feature_mask(i_group, groups, size, width)
+    i_x = places_of_spans(i_group, features, size, width, span, spans)
+    count = tl.load(p_count + i_row)
+    b_m_before, b_v_before = _load_before_tile(
+        p_mean, p_variance, p_carry, i_row, i_tile, i_group, tiles, m_group, groups
+    )
+    b_x = load_tile(p_x + begin, i_x, left, m_feature, features, span, spans)
+    b_centered, b_mu, b_sigma2 = moments_of_tile(b_x, size, span)
+    b_m, b_v, by_mean, by_variance, b_m_after = _statistics(
+        b_mu, b_sigma2, p_begin, i_row, first, count, b_m_before, b_v_before, length, beta_mean, beta_variance,
+        added_mean, added_variance, log_mean, log_variance, span, spans, cumulative,
+    )  # fmt: skip
+    b_scale = tl.full([1, together, width], 1.0, tl.float32)
+    if p_weight is not None:
+        b_scale = 1 + load_affine(p_weight, i_group, groups, size, width)
+    b_grad = ()
+    for i in tl.static_range(span):
+        m_x = held(left, i, m_feature, span, spans)
+        b_given = tl.load(p_grad_y + begin + i_x + i * features, mask=m_x, other=0.0).to(tl.float32)
+        b_grad = b_grad + (b_given * b_scale,)
+    b_r, b_q, b_offset, b_rstd = _gradients_of_statistics(
+        b_grad, b_centered, b_mu, b_m, b_v, by_mean, by_variance, p_grad_mean_after, p_grad_variance_after, i_row,
+        i_group, first, length, eps, groups, span, spans, cumulative,
+    )  # fmt: skip
+    b_has_next = load_goes_on(p_begin, i_row, first + 1, length, b_mu[0], span)
+    b_a, b_b, b_r_end, b_q_end, b_origin = _scan_of_later_spans(
+        b_has_next, b_r, b_q, b_m, beta_mean, beta_variance, span, cumulative
+    )
+    b_tile = at_step(tl.join(b_r_end, b_q_end), spans - 1)
+    b_r_first, b_q_first = tl.split(b_tile)
+    if cumulative:
+        # Sums are passed on relative to the mean before the tile.
+        b_r_first += 2 * (b_m_before - at_step(b_origin, spans - 1)) * b_q_first
+        b_tile = tl.join(b_r_first, b_q_first)
+    b_r_after, b_q_after = tl.zeros_like(b_m_before), tl.zeros_like(b_m_before)
+    if p_words is not None:
+        publish(p_words, i_row, i_back, i_group, b_tile, m_group & (i_tile > 0), tiles, groups, in_block)
+        b_r_after, b_q_after = _later_sums(
+            p_words, p_begin, p_mean, p_variance, p_carry, i_row, i_tile, i_group, b_m_after, length, tiles,
+            log_mean, log_variance, groups, steps, cumulative, in_block,
+        )  # fmt: skip
+        goes_on = load_begins(p_begin, i_row, first + steps, length) <= first
+        if cumulative:
+            a, b = tl.where(goes_on, 1.0, 0.0), tl.where(goes_on, 1.0, 0.0)
+            b_r_first += a * (b_r_after + 2 * (b_m_before - b_m_after) * b_q_after)
+        else:
+            a = tl.where(goes_on, tl.exp(steps * log_mean), 0.0)
+            b = tl.where(goes_on, tl.exp(steps * log_variance), 0.0)
+            b_r_first += a * b_r_after
+        b_q_first += b * b_q_after
+        publish(
+            p_words, i_row, tiles + i_back // in_block, i_group, tl.join(b_r_first, b_q_first),
+            m_group & (i_tile > 0) & (i_back % in_block == in_block - 1), tiles, groups, in_block,
+        )  # fmt: skip
+    if i_tile == 0:
+        state = i_row * groups + i_group
+        continues = tl.where(load_begins(p_begin, i_row, first, length) < 0, 1.0, 0.0)
+        if cumulative:
+            a, b = count.to(tl.float32), count.to(tl.float32)
+        else:
+            a, b = beta_mean, beta_variance
+        tl.store(p_grad_mean + state, b_r_first * (continues * a), mask=m_group)
+        tl.store(p_grad_variance + state, b_q_first * (continues * b), mask=m_group)
+    b_grad_mu, b_grad_sigma2 = _gradients_of_moments(
+        b_has_next, b_mu, b_r, b_q, b_m, b_a, b_b, b_r_end, b_q_end, b_origin, b_r_after, b_q_after, b_m_after,
+        beta_mean, beta_variance, added_mean, added_variance, span, cumulative,
+    )  # fmt: skip
+
+    b_scale_part = tl.zeros([spans, together, width], tl.float32)
+    b_shift_part = tl.zeros([spans, together, width], tl.float32)
+    for i in tl.static_range(span):
+        # Read from the cache again: both tiles do not fit into registers while the program waits.
+        m_x, i_x_i = held(left, i, m_feature, span, spans), begin + i_x + i * features
+        b_centered = tl.load(p_x + i_x_i, mask=m_x, other=0.0).to(tl.float32) - b_mu[i][:, :, None]
+        b_given = tl.load(p_grad_y + i_x_i, mask=m_x, other=0.0).to(tl.float32)
+        rstd = b_rstd[i][:, :, None]
+        b_scale_part += b_given * (b_centered * rstd + (b_offset[i] * b_rstd[i])[:, :, None])
+        b_shift_part += b_given
+        b_grad_x = b_given * b_scale * rstd + (b_grad_mu[span - 1 - i] * (1.0 / size))[:, :, None]
+        b_grad_x += b_centered * (b_grad_sigma2[span - 1 - i] * (2.0 / size))[:, :, None]
+        tl.store(p_grad_x + i_x_i, b_grad_x.to(p_grad_x.dtype.element_ty), mask=m_x)
+    parts = (i_row * tiles + i_tile) * features + feature_offsets(i_group, size, width)
+    tl.store(p_scale_parts + parts, tl.sum(b_scale_part, 0), mask=m_feature)
+    tl.store(p_shift_parts + parts, tl.sum(b_shift_part, 0), mask=m_feature)

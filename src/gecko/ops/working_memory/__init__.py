@@ -25,12 +25,12 @@ from gecko.ops.common import (
     run_by_chunk_offset,
     run_by_length,
 )
-from gecko.ops.working_memory.chunked import EnteredChunked, Grid, working_memory_by_chunk, working_memory_step
+from gecko.ops.working_memory.chunked import Grid, enter_chunked, working_memory_by_chunk, working_memory_step
 from gecko.ops.working_memory.rules import (
     RULES,
     Adaptive,
     ChunkSummary,
-    EnteredMemory,
+    Entered,
     Orthogonal,
     Rule,
     WorkingMemoryState,
@@ -84,23 +84,23 @@ def working_memory(
             inputs = q.to(dtype), k.to(dtype), v.to(dtype)
             out, state = working_memory_step(RULES[rule], chunk_size, inputs, state, segments)
             return out.to(v.dtype), state
-        out, state = run_by_chunk_offset(partial(_read_whole, rule, chunk_size), (q, k, v), state, segments, chunk_size)
+
+        def whole(
+            inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+        ) -> tuple[Tensor, WorkingMemoryState]:
+            update = RULES[rule]
+            if isinstance(update, Orthogonal):
+                wide = tuple(x.to(dtype) for x in inputs)
+                return working_memory_by_chunk(update, chunk_size, wide, state, segments)
+            return enter_memory(rule, chunk_size, inputs, state, segments).read(state.memory)
+
+        out, state = run_by_chunk_offset(whole, (q, k, v), state, segments, chunk_size)
     return out.to(v.dtype), state
-
-
-def _read_whole(
-    rule: RuleName, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
-) -> tuple[Tensor, WorkingMemoryState]:
-    update = RULES[rule]
-    if isinstance(update, Orthogonal):
-        wide = tuple(x.to(compute_dtype(inputs[0])) for x in inputs)
-        return working_memory_by_chunk(update, chunk_size, wide, state, segments)
-    return enter_memory(rule, chunk_size, inputs, state, segments).read(state.memory)
 
 
 def enter_memory(
     rule: RuleName, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
-) -> EnteredMemory:
+) -> Entered:
     """Summarise the chunks of a call of several tokens, for rows with the same chunk offset.
 
     Arguments are those of ``working_memory``, whose orthogonal rule has no such form. The memory of ``state`` is not
@@ -108,15 +108,15 @@ def enter_memory(
     """
     assert rule != "orthogonal", "the map of the chunks is not affine in the memory"
     if choose_backend(inputs[2], cpu=False) == "triton":
-        from gecko.ops.working_memory.triton import EnteredTriton
+        from gecko.ops.working_memory.triton import enter_triton
 
-        return EnteredTriton.enter(RULES[rule], chunk_size, inputs, state, segments)
+        return enter_triton(RULES[rule], chunk_size, inputs, state, segments)
     wide = tuple(x.to(compute_dtype(inputs[0])) for x in inputs)
     if rule == "adaptive" and _cpu_kernel_takes(wide, state):
-        from gecko.ops.working_memory.cpu import EnteredCPU
+        from gecko.ops.working_memory.cpu import enter_cpu
 
-        return EnteredCPU(RULES[rule], chunk_size, wide, state, segments)
-    return EnteredChunked.enter(RULES[rule], chunk_size, wide, state, segments)
+        return enter_cpu(RULES[rule], chunk_size, wide, state, segments)
+    return enter_chunked(RULES[rule], chunk_size, wide, state, segments)
 
 
 def _check_state(state: WorkingMemoryState, lists: tuple[int, int], key_dim: int, value_dim: int) -> None:
@@ -236,12 +236,9 @@ def _summarise(rule: Rule, keys: Tensor, values: Tensor, counted: Tensor, before
 
 
 def working_memory_reference(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    chunk_size: int,
-    rule: RuleName,
-    state: WorkingMemoryState,
+    inputs: tuple[Tensor, Tensor, Tensor], chunk_size: int, rule: RuleName, state: WorkingMemoryState,
     segments: Segments,
-) -> tuple[Tensor, WorkingMemoryState]:
+) -> tuple[Tensor, WorkingMemoryState]:  # fmt: skip
     """Compute ``working_memory`` token by token, directly from the equations, one row at a time."""
     outputs, states = [], []
     for row in range(segments.batch):
@@ -266,9 +263,11 @@ def _read_row(
             state = replace(state, current=empty)
         found = _found(rule, q, state)
         outputs.append(found if document_start < chunk_start - c else torch.zeros_like(found))
-        if rule == "orthogonal":
+        if rule == "orthogonal":  # v without its part along the memory's answer
             memory = torch.zeros_like(state.memory) if in_chunk else _with_chunk(rule, state, empty).memory
-            v = _orthogonal(v, torch.einsum("hz,hzv->hv", k.softmax(-1), memory))
+            answer = torch.einsum("hz,hzv->hv", k.softmax(-1), memory)
+            unit = answer / (answer.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            v = v - (v * unit).sum(-1, keepdim=True) / v.shape[-1] * unit
         state = replace(state, current=_with_token(rule, k, v, state, in_chunk))
         if (begin + t + 1) % c == 0:
             state = replace(_with_chunk(rule, state, empty), previous_resets=torch.tensor(in_chunk, device=q.device))
@@ -282,31 +281,22 @@ def _found(rule: RuleName, q: Tensor, state: WorkingMemoryState) -> Tensor:
     return found / (psi * state.normaliser).sum(-1, keepdim=True) if rule == "linear" else found
 
 
-def _orthogonal(v: Tensor, answer: Tensor) -> Tensor:
-    """Return v without its part along the memory's ``answer``, both (H, value)."""
-    unit = answer / (answer.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    return v - (v * unit).sum(-1, keepdim=True) / v.shape[-1] * unit
-
-
 def _with_token(rule: RuleName, k: Tensor, v: Tensor, state: WorkingMemoryState, in_chunk: bool) -> ChunkSummary:
     """Return the summary of the current chunk with one more token. ``in_chunk``: its document started in this chunk."""
     current = state.current
     if rule == "linear":
         old, new = torch.ones_like(k), F.elu(k) + 1
-        psi, weight = _over_total(new, state, in_chunk), current.weight + new
+        # ψ(k) / (ψ(k) τ), where τ sums over the document before this chunk; zero if it has no tokens there.
+        before = state.previous.weight + (0 if state.previous_resets else state.normaliser)
+        total = (new * (torch.zeros_like(before) if in_chunk else before)).sum(-1, keepdim=True)
+        psi = new / total if bool((total > 0).all()) else torch.zeros_like(new)
+        weight = current.weight + new
     else:
         psi, weight = k.softmax(-1) * (rule == "adaptive"), torch.logaddexp(current.weight, k)
         old, new = (current.weight - weight).exp(), (k - weight).exp()
     old, new = old[..., None], new[..., None]
     keys, values = old * current.key_sum + new * psi[:, None], old * current.value_sum + new * v[:, None]
     return ChunkSummary(weight, keys, values)
-
-
-def _over_total(psi: Tensor, state: WorkingMemoryState, in_chunk: bool) -> Tensor:
-    """Return ψ(k) / (ψ(k) τ), where τ sums over the document before this chunk; zero if it has no tokens there."""
-    before = state.previous.weight + (0 if state.previous_resets else state.normaliser)
-    total = (psi * (torch.zeros_like(before) if in_chunk else before)).sum(-1, keepdim=True)
-    return psi / total if bool((total > 0).all()) else torch.zeros_like(psi)
 
 
 def _with_chunk(rule: RuleName, state: WorkingMemoryState, empty: ChunkSummary) -> WorkingMemoryState:

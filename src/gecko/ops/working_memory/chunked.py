@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.working_memory.rules import (
     ChunkSummary,
+    Entered,
     Orthogonal,
     Rule,
     WorkingMemoryState,
@@ -143,32 +144,25 @@ def segmented_scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, first
     return x
 
 
-def working_memory_chunked(
-    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
-) -> tuple[Tensor, WorkingMemoryState]:
-    """Compute ``working_memory`` for rows with the same chunk offset."""
-    return EnteredChunked.enter(rule, chunk_size, inputs, state, segments).read(state.memory)
-
-
 def working_memory_by_chunk(
     rule: Orthogonal, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
 ) -> tuple[Tensor, WorkingMemoryState]:
-    """Compute ``working_memory_chunked`` for a rule whose written values depend on the memory before their chunk."""
+    """Compute ``working_memory`` for a rule whose written values depend on the memory before their chunk."""
+
+    def chunks(segments: Segments) -> list[tuple[slice, Segments]]:
+        """Return the parts of the call that lie in one chunk each, and their layouts."""
+        phase, length = common_chunk_offset(segments, chunk_size), segments.length
+        assert phase is not None, "rows must agree on their phase"
+        borders = [0, *range(chunk_size - phase, length, chunk_size), length]
+        return [(slice(begin, end), segments.part(begin, end)) for begin, end in pairwise(borders)]
+
     outputs = []
-    for part, here in segments.shared(("chunks", chunk_size), lambda given: _chunks(given, chunk_size)):
+    for part, here in segments.shared(("chunks", chunk_size), chunks):
         q, k, v = (x[:, :, part] for x in inputs)
         v = rule.written(k, v, _memory_before(rule, state, Grid.of(here, chunk_size).resets[:, 0]))
-        out, state = working_memory_chunked(rule, chunk_size, (q, k, v), state, here)
+        out, state = enter_chunked(rule, chunk_size, (q, k, v), state, here).read(state.memory)
         outputs.append(out)
     return torch.cat(outputs, dim=2), state
-
-
-def _chunks(segments: Segments, chunk_size: int) -> list[tuple[slice, Segments]]:
-    """Return the parts of a call that lie in one chunk each, and their layouts."""
-    phase, length = common_chunk_offset(segments, chunk_size), segments.length
-    assert phase is not None, "rows must agree on their phase"
-    borders = [0, *range(chunk_size - phase, length, chunk_size), length]
-    return [(slice(begin, end), segments.part(begin, end)) for begin, end in pairwise(borders)]
 
 
 def _memory_before(rule: Rule, state: WorkingMemoryState, begun: Tensor) -> Tensor:
@@ -177,59 +171,41 @@ def _memory_before(rule: Rule, state: WorkingMemoryState, begun: Tensor) -> Tens
     return _enter_previous(rule, state, _with_previous(rule, state)).masked_fill(begun.view(-1, 1, 1, 1), 0)
 
 
-@dataclass(frozen=True)
-class EnteredChunked:
-    """Eager form of ``EnteredMemory``.
+def enter_chunked(
+    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> Entered:
+    """Summarise the chunks of rows with the same chunk offset.
 
     The previous chunk enters the memory first, then all chunks of the grid except the last: a chunk can be read two
     chunks later. The i-th memory of the chain is the one that chunk i of the grid reads.
     """
+    grid, nothing = Grid.of(segments, chunk_size), empty_summary(rule, state.memory)
+    q, k, v = (grid.lay(x) for x in inputs)
+    current = state.current.where(grid.continues, nothing)
+    counted = None if grid.whole else grid.counted
+    weights = rule.weigh(k, counted)
+    whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
+    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
+    normalisers = normalisers_of(rule, state, whole, resets)
+    before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
+    entering, left = _enter(rule, state.previous, current, rule.summarise(k, v, counted, weights, before))
+    a, b = rule.affine(entering, normalisers[:, :, 1:-1])
+    a = a.masked_fill(resets[:, None, :-1, None, None], 0)
 
-    rule: Rule
-    grid: Grid
-    q: Tensor
-    a: Tensor
-    b: Tensor
-    normalisers: Tensor
-    left: tuple[ChunkSummary, ChunkSummary]
-    """Summaries of the last two chunks."""
-    resets: Tensor
-    state: WorkingMemoryState
+    def affine_map() -> Tensor:
+        return affine_chain(a, *with_identity(b, state.memory))[1]
 
-    @classmethod
-    def enter(
-        cls, rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
-    ) -> EnteredChunked:
-        """Summarise the chunks of rows with the same chunk offset."""
-        grid = Grid.of(segments, chunk_size)
-        q, k, v = (grid.lay(x) for x in inputs)
-        current = state.current.where(grid.continues, empty_summary(rule, state.memory))
-        counted = None if grid.whole else grid.counted
-        weights = rule.weigh(k, counted)
-        whole = torch.cat([rule.accumulate(current.weight, weights[:, :, 0]).unsqueeze(2), weights[:, :, 1:]], dim=2)
-        resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1)
-        normalisers = normalisers_of(rule, state, whole, resets)
-        before = torch.where(grid.resets[:, None, :, None], rule.empty_weight, normalisers[:, :, 1:-1])
-        summaries = rule.summarise(k, v, counted, weights, before)
-        entering, left = _enter(rule, state.previous, current, summaries)
-        a, b = rule.affine(entering, normalisers[:, :, 1:-1])
-        a = a.masked_fill(resets[:, None, :-1, None, None], 0)
-        return cls(rule, grid, q, a, b, normalisers, left, resets, state)
-
-    def affine_map(self) -> Tensor:
-        return affine_chain(self.a, *with_identity(self.b, self.state.memory))[1]
-
-    def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
-        grid, normalisers, left = self.grid, self.normalisers, self.left
-        memories, last = affine_chain(self.a, self.b, memory)
-        out = self.rule.read(self.q, grid.allowed, memories, normalisers[:, :, :-2])
+    def read(memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
+        memories, last = affine_chain(a, b, memory)
+        out = rule.read(q, grid.allowed, memories, normalisers[:, :, :-2])
         end, completed = grid.chunks - (grid.empty > 0), grid.empty == 0
-        nothing = empty_summary(self.rule, memory)
-        after = type(self.state)(
+        after = type(state)(
             last if completed else memories[:, :, end], normalisers[:, :, end], left[completed],
-            nothing if completed else left[1], self.resets[:, end],
+            nothing if completed else left[1], resets[:, end],
         )  # fmt: skip
         return grid.unlay(out), after
+
+    return Entered(affine_map, read)
 
 
 def normalisers_of(rule: Rule, state: WorkingMemoryState, weights: Tensor, resets: Tensor) -> Tensor:

@@ -16,60 +16,48 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.working_memory.chunked import Grid
-from gecko.ops.working_memory.rules import ChunkSummary, Rule, WorkingMemoryState, empty_summary, with_identity
+from gecko.ops.working_memory.rules import (
+    ChunkSummary,
+    Entered,
+    Rule,
+    WorkingMemoryState,
+    empty_summary,
+    with_identity,
+)
 from gecko.segments import Segments
 
 
-@dataclass(frozen=True)
-class EnteredCPU:
-    """Form of ``EnteredMemory`` for the kernels, which summarise the chunks for the map and for the reads."""
+def enter_cpu(
+    rule: Rule, chunk_size: int, inputs: tuple[Tensor, ...], state: WorkingMemoryState, segments: Segments
+) -> Entered:
+    """Summarise the chunks of rows with the same chunk offset. The kernels do so for the map and for the reads."""
+    grid = Grid.of(segments, chunk_size)
+    spans = segments.shared(
+        ("memory spans", chunk_size), lambda given: Spans.of(Grid.of(given, chunk_size), chunk_size, given)
+    )
+    resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1).to(torch.bool)
 
-    rule: Rule
-    chunk_size: int
-    inputs: tuple[Tensor, ...]
-    state: WorkingMemoryState
-    segments: Segments
-
-    def affine_map(self) -> Tensor:
-        _, k, v = self.inputs
-        state = self.state
-        assert not self._grid.phase, "the call must start at a chunk boundary"
+    def affine_map() -> Tensor:
+        _, k, v = inputs
+        assert not grid.phase, "the call must start at a chunk boundary"
         v, identity = with_identity(v, state.memory)
         value_sum, _ = with_identity(state.previous.value_sum, state.memory)
         previous = state.previous.weight, state.previous.key_sum, value_sum
-        _, whole, *_ = WorkingMemoryCPU.apply(
-            self._spans, self._resets, None, k, v, identity, state.normaliser, *previous
-        )
-        return whole
+        return WorkingMemoryCPU.apply(spans, resets, None, k, v, identity, state.normaliser, *previous)[1]
 
-    def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
-        grid, state, spans, resets = self._grid, self.state, self._spans, self._resets
-        nothing = empty_summary(self.rule, memory)
+    def read(memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
+        nothing = empty_summary(rule, memory)
         earlier = state.current.where(grid.continues, nothing).tensors().values() if grid.phase else ()
         out, memory, normaliser, *sums = WorkingMemoryCPU.apply(
-            spans, resets, *self.inputs, memory, state.normaliser, *state.previous.tensors().values(), *earlier
+            spans, resets, *inputs, memory, state.normaliser, *state.previous.tensors().values(), *earlier
         )
         previous, current = ChunkSummary(*sums[:3]), ChunkSummary(*sums[3:]) if sums[3:] else nothing
-        if self.segments.ends is not None:
-            current = current.where((spans.phase + self.segments.ends) % self.chunk_size != 0, nothing)
+        if segments.ends is not None:
+            current = current.where((spans.phase + segments.ends) % chunk_size != 0, nothing)
         last = resets.gather(1, spans.row_steps.unsqueeze(1)).squeeze(1)
         return out, type(state)(memory, normaliser, previous, current, last)
 
-    @property
-    def _grid(self) -> Grid:
-        return Grid.of(self.segments, self.chunk_size)
-
-    @property
-    def _spans(self) -> Spans:
-        def build(segments: Segments) -> Spans:
-            return Spans.of(Grid.of(segments, size), size, segments)
-
-        size = self.chunk_size
-        return self.segments.shared(("memory spans", size), build)
-
-    @property
-    def _resets(self) -> Tensor:
-        return torch.cat([self.state.previous_resets.unsqueeze(1), self._grid.resets], dim=1).to(torch.bool)
+    return Entered(affine_map, read)
 
 
 @dataclass(frozen=True)
@@ -144,8 +132,8 @@ class WorkingMemoryCPU(torch.autograd.Function):
         ctx.spans = spans
         save(ctx, q, k, v, resets, memories, rho, share, *sums, *earlier)
         if spans.ends is not None:
-            ends = spans.row_steps, (spans.row_steps + 1).clamp(max=chunks)
-            return out, *after, *(_at_rows(x, end) for end in ends for x in sums)
+            ends, row = (spans.row_steps, (spans.row_steps + 1).clamp(max=chunks)), torch.arange(len(k), device="cpu")
+            return out, *after, *(x[row, :, end] for end in ends for x in sums)
         return out, *after, *(_at(x, slot) for slot in range(spans.steps, chunks + 1) for x in sums)
 
     @staticmethod
@@ -181,11 +169,6 @@ class WorkingMemoryCPU(torch.autograd.Function):
 def _at(slots: Tensor, index: int) -> Tensor:
     """Return a copy of one slot. A view would keep all slots allocated as long as the state exists."""
     return slots[:, :, index].clone(memory_format=torch.contiguous_format)
-
-
-def _at_rows(slots: Tensor, index: Tensor) -> Tensor:
-    """Return a copy of one slot of each row, (B, H, …), for slots (B, H, n, …) and index (B,)."""
-    return slots[torch.arange(len(slots), device="cpu"), :, index]
 
 
 def _whole(grads: tuple[Tensor | None, ...], sums: list[Tensor]) -> list[Tensor]:

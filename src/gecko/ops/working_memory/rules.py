@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +34,14 @@ class ChunkSummary(TensorRecord):
     value_sum: Tensor
 
 
-class EnteredMemory(Protocol):
+class Entered(NamedTuple):
     """A call of ``working_memory`` whose chunks are summarised, up to the memory before the call."""
 
-    def affine_map(self) -> Tensor:
-        """Return A and B, (B, H, key, key + value), of the map M ← A M + B of all chunks that enter in the call.
-
-        The memory of the state before the call is included in B: the map is applied to the memory that is added to it.
-        """
-
-    def read(self, memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
-        """Return the outputs and the state after the call, given the memory (B, H, key, value) before it."""
+    affine_map: Callable[[], Tensor]
+    """Returns A and B, (B, H, key, key + value), of the map M ← A M + B of all chunks that enter in the call. B
+    includes the memory of the state before the call: the map is applied to the memory that is added to it."""
+    read: Callable[[Tensor], tuple[Tensor, WorkingMemoryState]]
+    """Returns the outputs and the state after the call, given the memory (B, H, key, value) before it."""
 
 
 def with_identity(terms: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,7 @@
 """The chain of memory updates M_{s+1} = A_s M_s + ρ_s ⊙ B_s in one kernel, and its factors A and ρ.
 
 **Chain.** A program loops over the chunks for one tile of value features; the tiles are independent. Arithmetic is
-float32, with three tf32 products per product on tensor cores ("tf32x3"). A product per step would need a launch, and a
-read and a write of the memory in HBM, for each chunk. For gecko-7b at T = 32 K this takes 0.1 ms at 495 TFLOP/s and
-0.04 ms at 4.8 TB/s; every tile reads A from the L2 cache.
+float32 ("tf32x3"). A product per step would need a launch, and a read and a write of the memory, for each chunk.
 
 **Factors** of the adaptive rule, from the summaries. Slot s holds the s-th chunk that enters the memory; slot 0 is the
 previous chunk. N_0 is the normaliser before slot 0:
@@ -14,8 +12,6 @@ If the slot resets, ρ_s = 1, N_{s+1} = w_s and A_s = 0. Backward; g_s is the gr
 
     g_s = ρ_s (dρ_s − row sums of (dA_s ⊙ K_s) − diagonal of dA_s),   dK_s = −ρ_s dA_s,
     dw_s = g_s + ρ_s (dN_{s+1} − g_s),   dN_s = (1 − ρ_s) (dN_{s+1} − g_s).
-
-The tensors are small (A of gecko-7b at T = 32 K: 16 MiB), so the launches of PyTorch's operations would dominate.
 """
 
 from __future__ import annotations
@@ -127,35 +123,13 @@ def _common(a: Tensor, b: Tensor, tiles: dict[str, int]) -> tuple[tuple[int, int
     return (blocks(values, block_v), rows), arguments
 
 
-def chain_forward(
-    a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Compute M_{s+1} = A_s M_s + ρ_s ⊙ B_s for R rows, where B_0 is ``first`` and B_s, s ≥ 1, is ``b``[:, s − 1].
-
-    Args:
-        a: (R, steps, key, key); first: (R, key, value); b: (R, reads, key, value), reads = steps or steps + 1;
-        rho: (R, steps, key); initial: M_0, (R, key, value). All float32.
-
-    Returns:
-        M_0 … M_{reads − 1}, (R, reads, key, value) of ``dtype``, and M_steps, (R, key, value) float32.
-    """
-    memories, odd = torch.empty_like(b, dtype=dtype), torch.empty_like(initial)
-    even = torch.empty_like(initial) if a.shape[1] else initial.clone()
-    memories[:, 0] = initial
-    grid, common = _common(a, b, _FORWARD)
-    tensors = dict(
-        p_a=a, p_first=first, p_b=b, p_rho=rho, p_initial=initial, p_memories=memories, p_even=even, p_odd=odd
-    )  # fmt: skip
-    Launch(_chain_kernel, grid, common | tensors, warps=8, stages=3).run()
-    return memories, _last(a, even, odd)
-
-
-def _last(a: Tensor, even: Tensor, odd: Tensor) -> Tensor:
+def _last(steps: int, even: Tensor, odd: Tensor) -> Tensor:
     """Return the buffer that the last step wrote to, or the first one if there were no steps."""
-    return odd if a.shape[1] and a.shape[1] % 2 == 0 else even
+    return odd if steps and steps % 2 == 0 else even
 
 
-def chain_backward_forms(
+@custom_op("memory_chain_backward")
+def chain_backward(
     grad_memories: Tensor | None, grad_last: Tensor | None, a: Tensor, first: Tensor, b: Tensor, rho: Tensor,
     memories: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -178,20 +152,35 @@ def chain_backward_forms(
     )  # fmt: skip
     Launch(_chain_backward_kernel, grid, common | tensors, warps=8, stages=2).run()
     grad_a = float32_product(totals.flatten(0, 1), memories[:, :steps].flatten(0, 1).mT).view_as(a)
-    return grad_a, grad_first, grad_b, grad_rho.sum(2), _last(a, even, odd)
+    return grad_a, grad_first, grad_b, grad_rho.sum(2), _last(steps, even, odd)
 
 
-def _keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4], output[0])
-    ctx.set_materialize_grads(False)
+def _saved_of_chain(inputs, output):
+    return *inputs[:4], output[0]
 
 
-def _pass_back(ctx, grad_memories, grad_last):
-    return *chain_backward(grad_memories, grad_last, *ctx.saved_tensors), None
+@custom_op("memory_chain", chain_backward, of=range(5), saves=_saved_of_chain, zeros=False)
+def chain(
+    a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Compute M_{s+1} = A_s M_s + ρ_s ⊙ B_s for R rows, where B_0 is ``first`` and B_s, s ≥ 1, is ``b``[:, s − 1].
 
+    Args:
+        a: (R, steps, key, key); first: (R, key, value); b: (R, reads, key, value), reads = steps or steps + 1;
+        rho: (R, steps, key); initial: M_0, (R, key, value). All float32.
 
-chain_backward = custom_op("memory_chain_backward")(chain_backward_forms)
-chain = custom_op("memory_chain", _pass_back, _keep)(chain_forward)
+    Returns:
+        M_0 … M_{reads − 1}, (R, reads, key, value) of ``dtype``, and M_steps, (R, key, value) float32.
+    """
+    memories, odd = torch.empty_like(b, dtype=dtype), torch.empty_like(initial)
+    even = torch.empty_like(initial) if a.shape[1] else initial.clone()
+    memories[:, 0] = initial
+    grid, common = _common(a, b, _FORWARD)
+    tensors = dict(
+        p_a=a, p_first=first, p_b=b, p_rho=rho, p_initial=initial, p_memories=memories, p_even=even, p_odd=odd
+    )  # fmt: skip
+    Launch(_chain_kernel, grid, common | tensors, warps=8, stages=3).run()
+    return memories, _last(a.shape[1], even, odd)
 
 
 _TILE = 4096
@@ -298,17 +287,19 @@ def _normalise_backward_kernel(
     tl.store(p_grad_normaliser + i_row * width + i_d, b_dn, mask=m_d)
 
 
-def _vectors(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the tile of kernels over ``rows`` vectors."""
+def _over_vectors(kernel: Any, rows: int, width: int, **arguments: Any) -> None:
+    """Launch a kernel over ``rows`` vectors."""
     block_d = min(tile(width), 128)
-    return (rows, blocks(width, block_d)), {"block_d": block_d}
+    Launch(kernel, (rows, blocks(width, block_d)), {**arguments, "width": width, "block_d": block_d}, warps=4).run()
 
 
-def _matrices(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the tile of kernels over ``count`` square matrices."""
+def _over_matrices(kernel: Any, count: int, width: int, **arguments: Any) -> None:
+    """Launch a kernel over ``count`` square matrices, if there are any."""
     block_c = tile(width)
     block_r = max(1, min(block_c, _TILE // block_c))
-    return (count, blocks(width, block_r)), {"block_r": block_r, "block_c": block_c}
+    if count:
+        tiles = {"width": width, "block_r": block_r, "block_c": block_c}
+        Launch(kernel, (count, blocks(width, block_r)), arguments | tiles, warps=4).run()
 
 
 def _zeros_after(steps: int, x: Tensor) -> Tensor:
@@ -319,7 +310,7 @@ def _zeros_after(steps: int, x: Tensor) -> Tensor:
 
 
 @custom_op("memory_factors_backward")
-def factors_gradient(
+def _factors_backward(
     grad_a: Tensor | None, grad_rho: Tensor | None, grad_last: Tensor | None, first_keys: Tensor, weights: Tensor,
     keys: Tensor, resets: Tensor, rho: Tensor, share: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -331,38 +322,25 @@ def factors_gradient(
     grad_last = weights.new_zeros(rows, width) if grad_last is None else grad_last.contiguous()
     allocate = torch.empty_like if steps else torch.zeros_like
     g, by_first_keys, by_keys = torch.empty_like(rho), allocate(first_keys), _zeros_after(steps, keys)
-    if steps:
-        tensors: dict[str, Any] = dict(
-            p_first=first_keys, p_keys=keys, p_rho=rho, p_resets=resets, p_grad_a=grad_a.contiguous(),
-            p_grad_rho=grad_rho.contiguous(), p_grad_first=by_first_keys, p_grad_keys=by_keys, p_g=g, steps=steps,
-            reads=reads, heads=rows // len(resets), width=width,
-        )  # fmt: skip
-        grid, tiles = _matrices(rows * steps, width)
-        Launch(_factor_backward_kernel, grid, tensors | tiles, warps=4).run()
+    _over_matrices(
+        _factor_backward_kernel, rows * steps, width, p_first=first_keys, p_keys=keys, p_rho=rho, p_resets=resets,
+        p_grad_a=grad_a.contiguous(), p_grad_rho=grad_rho.contiguous(), p_grad_first=by_first_keys,
+        p_grad_keys=by_keys, p_g=g, steps=steps, reads=reads, heads=rows // len(resets),
+    )  # fmt: skip
     by_normaliser, by_weight = torch.empty_like(grad_last), allocate(grad_last)
     by_weights = _zeros_after(steps, weights)
-    tensors = dict(
-        p_g=g, p_share=share, p_grad_last=grad_last, p_grad_normaliser=by_normaliser, p_grad_first=by_weight,
-        p_grad_weights=by_weights, steps=steps, reads=reads, width=width,
+    _over_vectors(
+        _normalise_backward_kernel, rows, width, p_g=g, p_share=share, p_grad_last=grad_last,
+        p_grad_normaliser=by_normaliser, p_grad_first=by_weight, p_grad_weights=by_weights, steps=steps, reads=reads,
     )  # fmt: skip
-    grid, tiles = _vectors(rows, width)
-    Launch(_normalise_backward_kernel, grid, tensors | tiles, warps=4).run()
     return by_normaliser, by_weight, by_first_keys, by_weights, by_keys
 
 
-def _keep_factors(ctx, inputs, output):
-    _, _, first_keys, weights, keys, resets, _ = inputs
-    _, rho, _, share = output
-    ctx.mark_non_differentiable(share)
-    ctx.save_for_backward(first_keys, weights, keys, resets, rho, share)
-    ctx.set_materialize_grads(False)
+def _saved_of_factors(inputs, output):
+    return *inputs[2:6], output[1], output[3]
 
 
-def _pass_back_factors(ctx, grad_a, grad_rho, grad_last, _):
-    return *factors_gradient(grad_a, grad_rho, grad_last, *ctx.saved_tensors), None, None
-
-
-@custom_op("memory_factors", _pass_back_factors, _keep_factors)
+@custom_op("memory_factors", _factors_backward, of=range(5), saves=_saved_of_factors, results=3, zeros=False)
 def factors(
     normaliser: Tensor, first_weight: Tensor, first_keys: Tensor, weights: Tensor, keys: Tensor, resets: Tensor,
     steps: int,
@@ -381,14 +359,10 @@ def factors(
     rows, reads, width = weights.shape
     rho, share = weights.new_empty(rows, steps, width), weights.new_empty(rows, steps, width)
     a, last = weights.new_empty(rows, steps, width, width), torch.empty_like(normaliser)
-    sizes = dict(p_resets=resets, steps=steps, reads=reads, heads=rows // len(resets), width=width)
-    tensors: dict[str, Any] = dict(
-        p_normaliser=normaliser, p_first=first_weight, p_weights=weights, p_rho=rho, p_share=share, p_last=last
-    )
-    grid, tiles = _vectors(rows, width)
-    Launch(_normalise_kernel, grid, tensors | sizes | tiles, warps=4).run()
-    if steps:
-        tensors = dict(p_first=first_keys, p_keys=keys, p_rho=rho, p_a=a)
-        grid, tiles = _matrices(rows * steps, width)
-        Launch(_factor_kernel, grid, tensors | sizes | tiles, warps=4).run()
+    sizes = dict(p_resets=resets, steps=steps, reads=reads, heads=rows // len(resets))
+    _over_vectors(
+        _normalise_kernel, rows, width, p_normaliser=normaliser, p_first=first_weight, p_weights=weights, p_rho=rho,
+        p_share=share, p_last=last, **sizes,
+    )  # fmt: skip
+    _over_matrices(_factor_kernel, rows * steps, width, p_first=first_keys, p_keys=keys, p_rho=rho, p_a=a, **sizes)
     return a, rho, last, share
