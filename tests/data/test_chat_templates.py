@@ -123,15 +123,12 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_answers_and_their_ends_are_learned(template: str, chat: str) -> None:
-    check_law(TEMPLATES[template], CHATS[chat])
-
-
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "turns"])
-def test_a_system_message_is_read(template: str) -> None:
-    assert "Be brief." in check_law(TEMPLATES[template], talk("one?", "first", system="Be brief."))[0]
+def test_the_answers_and_their_ends_are_learned(template: str) -> None:
+    for chat in CHATS.values():
+        check_law(TEMPLATES[template], chat)
+    if template != "turns":
+        assert "Be brief." in check_law(TEMPLATES[template], talk("one?", "first", system="Be brief."))[0]
 
 
 @given(st.lists(st.sampled_from([*NAMES, "\ue000", "\ue001", "\ue002", "a", " ", "\n", "é"]), max_size=6).map("".join))
@@ -192,10 +189,9 @@ def test_a_lost_system_message_is_refused() -> None:
     silent = CHATML.replace("{{ '<|im_start|>'", "{% if m.role != 'system' %}{{ '<|im_start|>'")
     silent = chat_of(silent.replace("'<|im_end|>\\n' }}", "'<|im_end|>\\n' }}{% endif %}"))
     chat = talk("one?", "first", "two?", system="e")
-    with pytest.raises(ValueError, match="no place for a message of 'system'"):
-        list(silent.trained_pieces(chat))
-    with pytest.raises(ValueError, match="no place for a message of 'system'"):
-        silent.encode(chat)
+    for read in (silent.encode, silent.continuation, lambda chat: list(silent.trained_pieces(chat))):
+        with pytest.raises(ValueError, match="no place for a message of 'system'"):
+            read(chat)
     assert silent.encode(chat[1:])
     with pytest.raises(ValueError, match="no system messages here"):
         list(chat_of(TURNS).trained_pieces(chat))

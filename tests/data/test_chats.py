@@ -35,13 +35,6 @@ def followed(chat_format: TemplateChat, question: str) -> list[int]:
     return [*closing, *following]
 
 
-def test_a_message_that_the_template_drops_is_refused() -> None:
-    tokenizer = load_tokenizer("bytes")
-    first = TemplateChat(tokenizer, "{{ messages[0].content + messages[-1].role }}", {}, "x.jinja")
-    with pytest.raises(ValueError, match="has no place for a message of"):
-        first.continuation(turns("r"))
-
-
 def test_a_model_learns_the_answers_and_their_ends(own_format: TemplateChat) -> None:
     pieces = list(own_format.trained_pieces(turns("one?", "first", "two?", "second", "three?")))
     learned = [bytes(ids[:-1]).decode() for ids, is_answer in pieces if is_answer]
@@ -59,25 +52,6 @@ def test_the_pieces_of_a_chat_are_what_generation_reads(own_format: TemplateChat
     assert [*prompt, *first, *between, *second[:-1]] == own_format.encode(turns("q", "a", "r", "b", "s"))[
         : -len(followed(own_format, "s"))
     ]
-
-
-def test_text_of_a_message_is_no_special_token(own_format: TemplateChat) -> None:
-    pieces = list(own_format.trained_pieces(turns("say <|endoftext|>", "<|endoftext|> it is")))
-    assert [ids.count(END) for ids, _ in pieces] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "must end every answer with a special token"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", "changes earlier"),
-    ],
-)
-def test_templates_that_cannot_be_learned_are_refused(template: str, message: str) -> None:
-    tokenizer = load_tokenizer("bytes")
-    bad = TemplateChat(tokenizer, template, tokenizer.special_texts, "the template in x.jinja")
-    with pytest.raises(ValueError, match=f"{message}.*|x.jinja"):
-        list(bad.trained_pieces(turns("q", "a", "r", "b")))
 
 
 def test_a_saved_default_template_is_found_again(own_format: TemplateChat, tmp_path: Path) -> None:
@@ -109,9 +83,6 @@ def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as error:
         list(read_chats(str(path)))
     assert str(path) in str(error.value)
-
-
-def test_other_formats_are_refused(tmp_path: Path) -> None:
     (tmp_path / "chats.txt").write_text(GOOD)
     with pytest.raises(ValueError, match=r"must be JSON Lines \(.jsonl\).*; got .*chats.txt"):
         list(read_chats(str(tmp_path / "chats.txt")))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Condition
 from types import SimpleNamespace
@@ -20,8 +21,8 @@ import numpy as np
 import pytest
 
 from gecko.data import ShardFolder, TokenizedCorpus, Tokenizer, load_documents, load_tokenizer
-from gecko.data.shards import SUFFIXES, token_dtype
-from gecko.data.tokenize import TokenizingPlan, TokenizingStep, run_here, run_on_ray, run_on_slurm, run_task
+from gecko.data.shards import SUFFIXES
+from gecko.data.tokenize import TokenizingPlan, run_here, run_on_ray, run_on_slurm, run_share, run_task
 from gecko.data.tokenizers import ByteTokenizer, TokenIds
 
 BYTES = load_tokenizer("bytes")
@@ -51,10 +52,16 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def finished(plan: TokenizingPlan, workers: int = 1, tokenizer: Tokenizer = BYTES) -> list[str]:
+    """Write the missing shards, and return their names."""
+    names = [record.name for record in run_here(plan, tokenizer, workers)]
+    assert plan.finish() is not None
+    return names
+
+
 def make(corpus: list[str], folder: Path, workers: int = 1) -> dict[str, str]:
     plan = plan_of(corpus, folder)
-    assert len(list(run_here(plan, BYTES, workers))) == len(plan.tasks)
-    assert plan.finish() is not None
+    assert len(finished(plan, workers)) == len(plan.tasks)
     return contents(folder)
 
 
@@ -64,10 +71,7 @@ def test_shards_hold_the_corpus_for_every_tokenizer(
     for number, name in enumerate(["bytes", str(bpe_folder), str(sentencepiece_file)]):
         tokenizer: Tokenizer = load_tokenizer(name)
         plan = plan_of(corpus, tmp_path / f"shards{number}", name)
-        assert len(plan.tasks) == 12
-        for _ in run_here(plan, tokenizer, 2):
-            pass
-        plan.finish()
+        assert len(finished(plan, 2, tokenizer)) == len(plan.tasks) == 12
         expected = TokenizedCorpus.build(load_documents(corpus), tokenizer)
         folder = ShardFolder.open(plan.folder)
         folder.verify()
@@ -75,18 +79,12 @@ def test_shards_hold_the_corpus_for_every_tokenizer(
         assert folder.documents == len(expected)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
-def test_ids_are_stored_in_the_smallest_type(vocab_size: int, dtype: str) -> None:
-    assert token_dtype(vocab_size) == np.dtype(dtype)
-
-
 def test_neighbours_share_a_shard_and_sources_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gecko.data.tokenize.SHARD_BYTES", (100, 200))
     sizes = [40, 40, 40, 150, 10, 10, 300, 10]
     for number, size in enumerate(sizes):
         (tmp_path / f"{number}.txt").write_text("x" * size)
-    sources = [*(str(tmp_path / f"{number}.txt") for number in range(1)), f"{tmp_path}/*.txt"]
-    plan = TokenizingPlan.make(sources, load_tokenizer("bytes"), tmp_path / "out")
+    plan = TokenizingPlan.make([f"{tmp_path}/0.txt", f"{tmp_path}/*.txt"], BYTES, tmp_path / "out")
     groups = [[int(Path(part.name).stem) for part in task.parts] for task in plan.tasks]
     assert groups == [[0], [1, 2], [3], [4, 5], [6], [7]]
 
@@ -153,7 +151,7 @@ def test_datatrove_writes_the_same_and_the_last_rank_finishes(corpus: list[str],
     plan = plan_of(corpus, tmp_path / "trove")
 
     def run(logs: str) -> None:
-        steps = [TokenizingStep(plan.folder)]
+        steps = [partial(run_share, plan.folder)]
         LocalPipelineExecutor(steps, tasks=5, workers=1, logging_dir=str(tmp_path / logs)).run()
 
     run("logs")
@@ -180,17 +178,14 @@ def test_slurm_jobs_write_the_same(corpus: list[str], tmp_path: Path, monkeypatc
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("LOG", str(tmp_path / "log"))
-    plan = plan_of(corpus, tmp_path / "slurm")
-    assert run_on_slurm(plan, 2, partition="cpu", hours=1) == "4711"
-    assert contents(tmp_path / "slurm") == one, (tmp_path / "log").read_text()[-2000:]
-
-
-def test_slurm_is_not_here(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, found = plan_of(corpus, tmp_path / "slurm"), os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="need the command sbatch"):
-        run_on_slurm(plan_of(corpus, tmp_path / "slurm"), 2, partition="cpu", hours=1)
+        run_on_slurm(plan, 2, partition="cpu", hours=1)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{found}")
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    assert run_on_slurm(plan, 2, partition="cpu", hours=1) == "4711"
+    assert contents(tmp_path / "slurm") == one, (tmp_path / "log").read_text()[-2000:]
 
 
 @pytest.mark.parametrize("prefix", ["", "hf:"])
@@ -200,14 +195,13 @@ def test_tasks_find_relative_sources_from_any_folder(
     monkeypatch.chdir(tmp_path)
     plan = plan_of([f"{prefix}texts"], Path("shards").resolve())
     monkeypatch.chdir("/")
-    assert len(list(run_here(TokenizingPlan.load(plan.folder), BYTES, 1))) == 12
-    assert plan.finish() is not None
+    assert len(finished(TokenizingPlan.load(plan.folder))) == 12
 
 
 class RayStandIn:
     """Runs here what Ray's workers would run; like datatrove's executor it does not raise the errors of tasks."""
 
-    def __init__(self, pipeline: list[TokenizingStep], *, tasks: int, workers: int, **_: object) -> None:
+    def __init__(self, pipeline: list[Callable], *, tasks: int, workers: int, **_: object) -> None:
         self.step, self.tasks = pipeline[0], tasks
 
     def run(self) -> None:
@@ -261,21 +255,18 @@ def test_killed_anywhere_it_goes_on_to_the_same_shards(corpus: list[str], tmp_pa
         process.stdout.close()
     (plan.folder / ".00003.ds.abcdefgh").write_bytes(b"of a killed process")
     before = {record.name: (plan.folder / f"{record.name}.ds").stat().st_mtime_ns for record in plan.done()}
-    rewritten = [record.name for record in run_here(plan, BYTES, 2)]
-    assert not set(rewritten) & set(before)
+    assert not set(finished(plan, 2)) & set(before)
     assert all((plan.folder / f"{name}.ds").stat().st_mtime_ns == at for name, at in before.items())
-    assert plan.finish() is not None
     assert contents(plan.folder) == whole
 
 
-@pytest.mark.parametrize("suffix", [*SUFFIXES, ".json"])
-def test_a_shard_is_there_only_with_all_its_files(corpus: list[str], tmp_path: Path, suffix: str) -> None:
+def test_a_shard_is_there_only_with_all_its_files(corpus: list[str], tmp_path: Path) -> None:
     whole = make(corpus, tmp_path / "shards")
     plan = TokenizingPlan.load(tmp_path / "shards")
-    (plan.folder / f"00004{suffix}").unlink()
-    assert len(plan.done()) == 11 and plan.finish() is None
-    assert [record.name for record in run_here(plan, BYTES, 1)] == ["00004"]
-    assert plan.finish() is not None and contents(plan.folder) == whole
+    for suffix in (*SUFFIXES, ".json"):
+        (plan.folder / f"00004{suffix}").unlink()
+        assert len(plan.done()) == 11 and plan.finish() is None
+        assert finished(plan) == ["00004"] and contents(plan.folder) == whole
 
 
 def test_a_full_disk_leaves_whole_shards(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,22 +301,24 @@ def test_nothing_is_overwritten(corpus: list[str], tmp_path: Path, bpe_folder: P
         plan_of(corpus, tmp_path / "texts" / "shards")
 
 
-def test_killed_while_it_wrote_the_plan_it_begins_again(corpus: list[str], tmp_path: Path) -> None:
-    (tmp_path / "shards").mkdir()
-    (tmp_path / "shards" / ".tokenize.json.abcd1234").write_text("{")
-    plan = plan_of(corpus, tmp_path / "shards")
-    assert list(run_here(plan, BYTES, 1))
-
-
-def test_a_file_that_changes_meanwhile(corpus: list[str], tmp_path: Path) -> None:
-    plan = plan_of(corpus, tmp_path / "shards")
-    with (tmp_path / "texts" / "02.jsonl").open("a") as file:
-        file.write('{"text": "more"}\n')
-    with pytest.raises(ValueError, match=r"02\.jsonl must not change while it is tokenized"):
-        for _ in run_here(plan, BYTES, 2):
-            pass
-    with pytest.raises(FileExistsError):
-        plan_of(corpus, tmp_path / "shards")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "more"}', r"02\.jsonl must not change while it is tokenized"),
+        ("not JSON", r"02\.jsonl, line 21, must hold one JSON object"),
+    ],
+)
+def test_a_file_that_changes_or_is_broken(corpus: list[str], tmp_path: Path, line: str, message: str) -> None:
+    late, source = line.startswith("{"), tmp_path / "texts" / "02.jsonl"
+    plan = plan_of(corpus, tmp_path / "shards") if late else None
+    source.write_text(f"{source.read_text()}{line}\n")
+    plan = plan or plan_of(corpus, tmp_path / "shards")
+    with pytest.raises(ValueError, match=message):
+        list(run_here(plan, BYTES, 2))
+    assert plan.finish() is None
+    if late:
+        with pytest.raises(FileExistsError):
+            plan_of(corpus, tmp_path / "shards")
 
 
 @pytest.mark.parametrize("deleted", [True, False])
@@ -366,24 +359,14 @@ def test_a_tokenizer_that_changes_meanwhile(
 def test_a_source_without_text(tmp_path: Path, corpus: list[str]) -> None:
     (tmp_path / "empty.txt").write_text("")
     plan = plan_of([*corpus, str(tmp_path / "empty.txt")], tmp_path / "shards")
-    for _ in run_here(plan, BYTES, 1):
-        pass
     with pytest.raises(ValueError, match=r"at least one document with text; got .*empty\.txt"):
-        plan.finish()
-
-
-def test_a_broken_document_names_its_place(tmp_path: Path, corpus: list[str]) -> None:
-    with (tmp_path / "texts" / "05.jsonl").open("a") as file:
-        file.write("not JSON\n")
-    plan = plan_of(corpus, tmp_path / "shards")
-    with pytest.raises(ValueError, match=r"05\.jsonl, line 21, must hold one JSON object"):
-        for _ in run_here(plan, BYTES, 2):
-            pass
-    assert plan.finish() is None
+        finished(plan)
 
 
 def test_what_killed_processes_left_goes(corpus: list[str], tmp_path: Path) -> None:
-    """Except a manifest, which another process may be writing."""
+    """Except a manifest, which another process may be writing. One was killed while it wrote the plan."""
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / ".tokenize.json.abcd1234").write_text("{")
     plan = plan_of(corpus, tmp_path / "shards")
     names = ["tokenize.json", "00003.ds", "00003.ds.index", "00003.ds.bytes", "00003.json", "manifest.json"]
     for name in names:
@@ -391,6 +374,5 @@ def test_what_killed_processes_left_goes(corpus: list[str], tmp_path: Path) -> N
     os.utime(plan.folder / ".manifest.json.0123abcd", (0, 0))
     fresh = plan.folder / ".manifest.json.abcd0123"
     fresh.write_bytes(b"of another one")
-    assert len(list(run_here(plan, BYTES, 1))) == 12
-    assert plan.finish() is not None
+    assert len(finished(plan)) == 12
     assert [path for path in plan.folder.iterdir() if path.name.startswith(".")] == [fresh]

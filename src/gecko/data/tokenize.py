@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 
 from gecko.data.packing import batches, joined_ids
 from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
-from gecko.data.sources import SourcePart, dataset_pieces, empty_source, find_sources
+from gecko.data.sources import SourcePart, empty_source, find_sources
 from gecko.data.text_stream import token_bytes
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from gecko.io.files import inner_name, parse_object, whole_file, write_text
@@ -82,17 +83,16 @@ class TokenizingPlan:
                     f"the folder for the shards must lie outside the sources; {folder} is inside {source}, and shards "
                     "there would be read as text the next time."
                 )
-        parts = [
-            (spec, part)
-            for spec, wholes in find_sources(sources, field=field)
-            for whole in wholes
-            for part in dataset_pieces(_with_absolute_path(whole))
-        ]
-        tasks = tuple(
-            Task(f"{number:05d}", group[0][0], tuple(part for _, part in group))
-            for number, group in enumerate(_groups(parts))
-        )
-        return cls(folder, TokenizerRecord.of(tokenizer), tasks)
+        parts = []
+        for spec, wholes in find_sources(sources, field=field):
+            for part in wholes:
+                if part.kind != "dataset" or Path(part.name).exists():
+                    # On a cluster, tasks start in other working folders.
+                    part = dataclasses.replace(part, name=os.path.abspath(part.name))
+                parts += [(spec, piece) for piece in part.divided()]
+        groups = enumerate(_groups(parts))
+        tasks = (Task(f"{number:05d}", group[0][0], tuple(part for _, part in group)) for number, group in groups)
+        return cls(folder, TokenizerRecord.of(tokenizer), tuple(tasks))
 
     @classmethod
     def load(cls, folder: Path) -> TokenizingPlan:
@@ -124,8 +124,7 @@ class TokenizingPlan:
 
     def done(self) -> list[ShardRecord]:
         """Return the records of the complete shards in the order of tasks."""
-        records = (read_record(self, task) for task in self.tasks)
-        return [record for record in records if record is not None]
+        return [record for task in self.tasks if (record := read_record(self, task)) is not None]
 
     def finish(self) -> Manifest | None:
         """Write the manifest and return it if all shards are complete, otherwise return None. Raise ValueError if a
@@ -171,18 +170,11 @@ class TokenizingPlan:
                     leftover.unlink()
 
 
-def _with_absolute_path(part: SourcePart) -> SourcePart:
-    """Make a part's path absolute: on a cluster, tasks start in other working folders."""
-    local = part.kind != "dataset" or Path(part.name).exists()
-    return dataclasses.replace(part, name=os.path.abspath(part.name)) if local else part
-
-
 def _groups(parts: list[tuple[str, SourcePart]]) -> Iterator[list[tuple[str, SourcePart]]]:
     """Group consecutive files of a source into shards; a piece of a data set is always a separate shard."""
     least, most = SHARD_BYTES
     target = min(max(sum(part.size for _, part in parts) // SHARDS, least), most)
-    group: list[tuple[str, SourcePart]] = []
-    size = 0
+    group, size = list[tuple[str, SourcePart]](), 0
     for spec, part in parts:
         if group and (size + part.size > target or spec != group[0][0] or part.kind == "dataset"):
             yield group
@@ -271,13 +263,9 @@ def _documents(task: Task) -> Iterator[str]:
 
 def _encoded(texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executor) -> Iterator[list[TokenIds]]:
     """Yield the ids of batches; the next batch is encoded while the caller works on this one."""
-    waiting = None
-    for batch in texts:
-        submitted = encoders.submit(tokenizer.encode_batch, batch)
-        if waiting is not None:
-            yield waiting.result()
-        waiting = submitted
-    if waiting is not None:
+    submitted = (encoders.submit(tokenizer.encode_batch, batch) for batch in texts)
+    for waiting, _ in pairwise(chain(submitted, [None])):
+        assert waiting is not None
         yield waiting.result()
 
 
@@ -323,32 +311,26 @@ def _set_up_worker() -> None:
     """Use one thread, because the processes share the cores, and end with the parent process."""
     # The tokenizers library reads this variable when it first works in parallel.
     os.environ["RAYON_NUM_THREADS"] = "1"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent ends; otherwise the process waits forever, as it holds both ends of the pool's queue."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:  # otherwise the process waits forever, as it holds both ends of the pool's queue
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-@dataclass(frozen=True)
-class TokenizingStep:
-    """Step of a datatrove pipeline that runs the plan in ``folder``: rank r of n writes tasks r, r + n, …
+def run_share(folder: Path, data: Any, rank: int, world_size: int) -> Iterator[Any]:
+    """Run the plan in ``folder`` as a step of a datatrove pipeline: rank r of n writes tasks r, r + n, …
 
     The rank that writes the last shard also writes the manifest.
     """
-
-    folder: Path
-
-    def __call__(self, data: Any, rank: int, world_size: int) -> Iterator[Any]:
-        plan = TokenizingPlan.load(self.folder)
-        for number in range(rank, len(plan.tasks), world_size):
-            run_task(self.folder, number)
-        plan.finish()
-        return iter(())
+    plan = TokenizingPlan.load(folder)
+    for number in range(rank, len(plan.tasks), world_size):
+        run_task(folder, number)
+    plan.finish()
+    return iter(())
 
 
 def run_on_slurm(plan: TokenizingPlan, workers: int, *, partition: str, hours: int) -> str:
@@ -398,7 +380,7 @@ def _with_datatrove(executor: str, extra: str, plan: TokenizingPlan, workers: in
     folder = plan.folder.resolve()
     # The shards say which tasks are done: datatrove would not notice a deleted shard.
     found = getattr(require("datatrove.executor", extra), executor)(
-        [TokenizingStep(folder)], tasks=len(plan.tasks), workers=workers, logging_dir=str(folder / RUN_FOLDER),
+        [partial(run_share, folder)], tasks=len(plan.tasks), workers=workers, logging_dir=str(folder / RUN_FOLDER),
         skip_completed=False, **more,
     )  # fmt: skip
     found.run()
