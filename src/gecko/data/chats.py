@@ -72,10 +72,11 @@ def _turn(message: object, where: str) -> Turn:
         call_id, name = (convert(message.get(field) or "", str, field) for field in ("tool_call_id", "name"))
     except FieldError as error:
         raise ValueError(f"{where} {error}") from error
-    content = message.get("content") or "" if calls else message.get("content", message)
-    if "role" not in message or content is message:
+    if "role" not in message or ("content" not in message and not calls):
         raise _no_chat(where, "no object with role and content")
-    weight = message.get("weight")
+    content, weight = message.get("content"), message.get("weight")
+    if calls:
+        content = content or ""
     if role not in ROLES:
         raise _no_chat(where, f"the role {role!r}, which is none of {', '.join(ROLES)}")
     if not isinstance(content, str):
@@ -103,8 +104,7 @@ def _no_chat(where: str, found: str) -> ValueError:
 class ChatCorpus:
     """Chats as token ids, in their order."""
 
-    tokens: list[NDArray[np.int64]]
-    """(length,) ids of each chat, up to the end of its last answer."""
+    tokens: list[NDArray[np.int64]]  # (length,) ids of each chat, up to the end of its last answer
     trained: list[NDArray[np.bool_]]
     """(length,) of each chat, True at the tokens that a model learns: answers and what ends them."""
 
@@ -212,8 +212,7 @@ class ChatRows:
 def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Divide items into groups of at most ``room`` in total: best fit, the largest items first. Raise ValueError if an
     item is larger than ``room``."""
-    groups: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # (room left, group), sorted
+    groups, left = list[list[int]](), list[tuple[int, int]]()  # room left and group, sorted
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         if sizes[item] > room:
             raise ValueError(f"an item must be at most {room}; got {sizes[item]}.")

@@ -16,8 +16,7 @@ from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, permutati
 
 IGNORED = -100
 """Target that the loss ignores."""
-LANE_STREAM = 1 << 33
-"""First random stream of the epochs' first rows of lanes, beyond the streams of mixtures."""
+LANE_STREAM = 1 << 33  # first random stream of the epochs' first rows of lanes, beyond the streams of mixtures
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,9 @@ class OrderedRows:
     that a batch is not from one book."""
 
     rows_per_epoch: int
-    documents: int
-    """Number of documents of an epoch."""
+    documents: int  # number of documents of an epoch
     seed: int
-    streams: tuple[int, int]
-    """Random stream of the first epoch's order of rows, and the step to the next one's."""
+    streams: tuple[int, int]  # random stream of the first epoch's order of rows, and the step to the next one's
 
     def ordered_row(self, epoch: int, place: int) -> Row:
         """Return the row at ``place`` of the epoch, before rows are shuffled; it goes on where the row before it ends.

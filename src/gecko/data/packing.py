@@ -56,10 +56,8 @@ last row is padded. (In memory, they are left out in all layouts, and are others
 held-out fraction is that of the number of documents; since layout 3 it is that of the tokens.
 """
 BATCH_CHARACTERS = 1 << 20
-LEAST = 3
-"""Fewest tokens of a document with text: its start, one token and its end."""
-SPLIT_STREAM = 0
-"""Random stream of the split; epochs use the streams after it."""
+LEAST = 3  # fewest tokens of a document with text: its start, one token and its end
+SPLIT_STREAM = 0  # random stream of the split; epochs use the streams after it
 
 
 @dataclass(frozen=True)
@@ -153,12 +151,9 @@ class TokenizedCorpus:
 class CorpusShare:
     """The share of a corpus that one of several processes tokenizes: every n-th batch of the texts."""
 
-    parts: list[TokenizedCorpus]
-    """One corpus for each batch, possibly without documents."""
-    texts: str
-    """SHA-256 of the tokenizer and of all texts of the corpus, which every process reads."""
-    dtype: np.dtype[np.unsignedinteger]
-    """Type of the ids."""
+    parts: list[TokenizedCorpus]  # one corpus for each batch, possibly without documents
+    texts: str  # SHA-256 of the tokenizer and of all texts of the corpus, which every process reads
+    dtype: np.dtype[np.unsignedinteger]  # type of the ids
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer, rank: int, ranks: int) -> CorpusShare:

@@ -39,8 +39,7 @@ from gecko.records import build, check
 
 MANIFEST, FORMAT = "manifest.json", "gecko-shards-1"
 SUFFIXES = (".ds", ".ds.index", ".ds.bytes")
-COUNT_BYTES = 8
-"""Size of a number in ``.ds.index`` and ``.ds.bytes``."""
+COUNT_BYTES = 8  # size of a number in .ds.index and .ds.bytes
 VERIFYING_THREADS = 4
 OPEN_FILES = 256
 """Files of shards that are mapped at a time. Each counts as an open file, of which a process may usually have 1,024."""
@@ -58,12 +57,9 @@ class ShardRecord:
     name: str
     source: str
     documents: _Total
-    tokens: _Total
-    """Border tokens included."""
-    text_bytes: _Total
-    """Bytes in UTF-8 of the text that the ids of all documents stand for."""
-    sha256: tuple[str, ...]
-    """SHA-256 of the files, in the order of ``SUFFIXES``."""
+    tokens: _Total  # border tokens included
+    text_bytes: _Total  # bytes in UTF-8 of the text that the ids of all documents stand for
+    sha256: tuple[str, ...]  # SHA-256 of the files, in the order of SUFFIXES
 
     def __post_init__(self) -> None:
         inner_name(self.name)
@@ -244,10 +240,8 @@ class ShardSlice:
     shard: Shard
     begin: int
     end: int
-    cut: int = 0
-    """Tokens at the end of the last document that are left out."""
-    skip: int = 0
-    """Tokens after the start token of the only document that are left out."""
+    cut: int = 0  # tokens at the end of the last document that are left out
+    skip: int = 0  # tokens after the start token of the only document that are left out
 
     @property
     def first_token(self) -> int:

@@ -21,8 +21,7 @@ from gecko.data.readers import decode_text, format_of, read_file, text_field
 from gecko.data.shards import is_shard_folder
 from gecko.runtime.process import cached_data_sets_without_network, require
 
-STDLIB = "stdlib"
-"""Name of the source that reads the ``.py`` files of the Python standard library."""
+STDLIB = "stdlib"  # name of the source that reads the .py files of the Python standard library
 HUGGING_FACE = "hf:"
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"})
 """Folders in the standard library's folder that the source leaves out."""
@@ -131,16 +130,13 @@ class SourcePart:
     """Unit of reading: one file, a data set, or a piece of a data set. All fields can be written as JSON."""
 
     kind: Literal["file", "stdlib", "dataset"]
-    name: str
-    """The file's path, or the data set's name."""
+    name: str  # the file's path, or the data set's name
     field: str
-    size: int = 0
-    """Size of the file in bytes; 0 for a data set, whose size is not known before it is read."""
+    size: int = 0  # size of the file in bytes; 0 for a data set, whose size is not known before it is read
     config: str | None = None
     split: str = ""
-    piece: int = 0
+    piece: int = 0  # index of this piece of the data set
     pieces: int = 1
-    """Index of this piece of the data set, and the number of pieces."""
 
     def read(self) -> Iterator[str]:
         """Yield the documents in order; they may be empty. Errors are those of ``load_documents``."""

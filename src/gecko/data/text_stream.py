@@ -21,19 +21,14 @@ from gecko.data.readers import BYTE_ORDER_MARK
 from gecko.data.tokenizers import ByteTokenizer, TokenIds, Tokenizer, text_ids
 from gecko.state import GeckoState
 
-BLOCK = 1 << 16
-"""Number of characters that are encoded at once."""
-CONTEXT = 256
-"""Number of characters on both sides that decide whether tokens end at a position."""
+BLOCK = 1 << 16  # number of characters that are encoded at once
+CONTEXT = 256  # number of characters on both sides that decide whether tokens end at a position
 REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 4
-"""Largest number of bytes, and so of ids, of a UTF-8 character."""
-SAMPLE = 1 << 19
-"""Characters of a sample of texts."""
+LONGEST_CHARACTER = 4  # largest number of bytes, and so of ids, of a UTF-8 character
+SAMPLE = 1 << 19  # characters of a sample of texts
 LARGEST_LOSS = 1e-3
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_UNKNOWN = "\U0010fffdꙮ\u9f98"
-"""Characters that few vocabularies hold."""
+_UNKNOWN = "\U0010fffdꙮ\u9f98"  # characters that few vocabularies hold
 
 
 def encode_stream(

@@ -40,10 +40,8 @@ from gecko.records import build, convert
 from gecko.runtime.process import require
 
 PLAN = "tokenize.json"
-SHARD_BYTES = (1 << 20, 1 << 30)
-"""Bounds on the bytes of consecutive files that become one shard."""
-_MANIFEST_SECONDS = 60.0
-"""Age of a temporary manifest after which its process must be gone; writing takes far less."""
+SHARD_BYTES = (1 << 20, 1 << 30)  # bounds on the bytes of consecutive files that become one shard
+_MANIFEST_SECONDS = 60.0  # age of a temporary manifest after which its process must be gone; writing takes far less
 SHARDS = 64
 """Intended number of shards of a corpus, unless ``SHARD_BYTES`` forbids it; each core can work on another shard."""
 MOST_THREADS = 8

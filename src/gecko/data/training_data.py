@@ -17,10 +17,8 @@ from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
 from gecko.data.sources import check_apart, check_disjoint, load_documents
 from gecko.data.tokenizers import Tokenizer
 
-BLOCK = 1024
-"""Number of rows in which the proportions are exact."""
-MIXTURE_STREAM = 1 << 32
-"""First random stream of the blocks, beyond the streams of epochs."""
+BLOCK = 1024  # number of rows in which the proportions are exact
+MIXTURE_STREAM = 1 << 32  # first random stream of the blocks, beyond the streams of epochs
 VALIDATION_SEED = 0
 """Seed of the order of documents in a separate validation source: the same for every seed of a run."""
 
