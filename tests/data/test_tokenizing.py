@@ -5,7 +5,7 @@ import errno
 import hashlib
 import json
 import os
-import signal
+import shutil
 import stat
 import subprocess
 import sys
@@ -28,16 +28,46 @@ from gecko.data.tokenizers import ByteTokenizer, TokenIds
 BYTES = load_tokenizer("bytes")
 
 
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return twelve files, each of which becomes a shard."""
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gecko.data.tokenize.SHARD_BYTES", (1, 1 << 30))
-    folder = tmp_path / "texts"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus") / "texts"
     folder.mkdir()
     for number in range(12):
         records = [{"text": f"document {number}.{index} " * (1 + index % 5)} for index in range(20)]
         (folder / f"{number:02d}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return [str(folder)]
+    return folder
+
+
+@pytest.fixture
+def corpus(written: Path) -> list[str]:
+    """Return twelve files, each of which becomes a shard; no test may change them."""
+    return [str(written)]
+
+
+@pytest.fixture
+def own(written: Path, tmp_path: Path) -> Path:
+    """Return a copy of the corpus that a test may change."""
+    return shutil.copytree(written, tmp_path / "texts")
+
+
+@pytest.fixture(scope="module")
+def shards(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "shards"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gecko.data.tokenize.SHARD_BYTES", (1, 1 << 30))
+        make([str(written)], folder)
+    return folder
+
+
+@pytest.fixture
+def whole(shards: Path) -> dict[str, str]:
+    """Return the contents of the corpus's shards."""
+    return contents(shards)
 
 
 def plan_of(corpus: list[str], folder: Path, tokenizer: str = "bytes") -> TokenizingPlan:
@@ -46,9 +76,9 @@ def plan_of(corpus: list[str], folder: Path, tokenizer: str = "bytes") -> Tokeni
     return plan
 
 
-def contents(folder: Path) -> dict[str, str]:
+def contents(folder: Path, pattern: str = "*") -> dict[str, str]:
     """Return names and hashes of the files that matter in a folder of shards."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    files = [path for path in sorted(folder.glob(pattern)) if path.is_file()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -100,13 +130,12 @@ def test_a_data_set_is_cut_into_its_files(tmp_path: Path) -> None:
 
 
 def test_any_number_of_workers_writes_the_same(
-    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: list[str], whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = make(corpus, tmp_path / "one")
-    assert make(corpus, tmp_path / "three", workers=3) == one
+    assert make(corpus, tmp_path / "three", workers=3) == whole
     # Above this number of threads, processes are used.
     monkeypatch.setattr("gecko.data.tokenize.MOST_THREADS", 1)
-    assert make(corpus, tmp_path / "processes", workers=2) == one
+    assert make(corpus, tmp_path / "processes", workers=2) == whole
 
 
 class WatchedTokenizer(ByteTokenizer):
@@ -144,10 +173,11 @@ def test_others_are_encoded_while_a_shard_waits_for_the_disk(
     assert tokenizer.calls == 12 and tokenizer.most <= workers
 
 
-def test_datatrove_writes_the_same_and_the_last_rank_finishes(corpus: list[str], tmp_path: Path) -> None:
+def test_datatrove_writes_the_same_and_the_last_rank_finishes(
+    corpus: list[str], whole: dict[str, str], tmp_path: Path
+) -> None:
     from datatrove.executor import LocalPipelineExecutor
 
-    one = make(corpus, tmp_path / "one")
     plan = plan_of(corpus, tmp_path / "trove")
 
     def run(logs: str) -> None:
@@ -155,7 +185,7 @@ def test_datatrove_writes_the_same_and_the_last_rank_finishes(corpus: list[str],
         LocalPipelineExecutor(steps, tasks=5, workers=1, logging_dir=str(tmp_path / logs)).run()
 
     run("logs")
-    assert contents(tmp_path / "trove") == one
+    assert contents(tmp_path / "trove") == whole
     written = {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("*.ds*")}
     run("other logs")
     assert {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("*.ds*")} == written
@@ -190,10 +220,10 @@ def test_slurm_jobs_write_the_same(corpus: list[str], tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("prefix", ["", "hf:"])
 def test_tasks_find_relative_sources_from_any_folder(
-    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = plan_of([f"{prefix}texts"], Path("shards").resolve())
+    monkeypatch.chdir(written.parent)
+    plan = plan_of([f"{prefix}texts"], tmp_path / "shards")
     monkeypatch.chdir("/")
     assert len(finished(TokenizingPlan.load(plan.folder))) == 12
 
@@ -211,48 +241,44 @@ class RayStandIn:
 
 
 def test_ray_tasks_write_the_same_and_one_that_fails_is_told(
-    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The executor is replaced, because it needs Ray."""
     monkeypatch.setattr("gecko.data.tokenize.require", lambda *_: SimpleNamespace(RayPipelineExecutor=RayStandIn))
-    one = make(corpus, tmp_path / "one")
-    plan = plan_of(corpus, tmp_path / "ray")
-    broken = tmp_path / "texts" / "05.jsonl"
+    plan, broken = plan_of([str(own)], tmp_path / "ray"), own / "05.jsonl"
     content = broken.read_text()
     broken.write_text("x" * len(content))
     with pytest.raises(OSError, match=r"1 of 12 shards could not be written; .*ray/executor/logs has the reason"):
         run_on_ray(plan, 2)
     broken.write_text(content)
     run_on_ray(plan, 2)
-    assert contents(tmp_path / "ray") == one
+    assert contents(tmp_path / "ray", "*.ds*") == contents(shards, "*.ds*")
 
 
 # Interruption and continuation.
 
 WORK = """
-import sys
+import os, signal, sys, time
 from pathlib import Path
-import gecko.data.tokenize as tokenizing
 from gecko.data import load_tokenizer
-from gecko.data.tokenize import run_here
-plan = tokenizing.TokenizingPlan.load(Path(sys.argv[1]))
-print("ready", flush=True)
-for record in run_here(plan, load_tokenizer("bytes"), 2):
-    print(record.name, flush=True)
+from gecko.data.tokenize import TokenizingPlan, run_here
+plan = TokenizingPlan.load(Path(sys.argv[1]))
+for wait in (0.001, 0.004, 0.016):
+    child = os.fork()
+    if child == 0:
+        list(run_here(plan, load_tokenizer("bytes"), 2))
+        os._exit(0)
+    time.sleep(wait)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 """
 
 
-def test_killed_anywhere_it_goes_on_to_the_same_shards(corpus: list[str], tmp_path: Path) -> None:
-    whole = make(corpus, tmp_path / "whole")
+def test_killed_anywhere_it_goes_on_to_the_same_shards(
+    corpus: list[str], whole: dict[str, str], tmp_path: Path
+) -> None:
     plan = plan_of(corpus, tmp_path / "killed")
-    for wait in (0.0, 0.004):
-        process = subprocess.Popen([sys.executable, "-c", WORK, str(plan.folder)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(wait)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    subprocess.run([sys.executable, "-c", WORK, str(plan.folder)], check=True)
     (plan.folder / ".00003.ds.abcdefgh").write_bytes(b"of a killed process")
     before = {record.name: (plan.folder / f"{record.name}.ds").stat().st_mtime_ns for record in plan.done()}
     assert not set(finished(plan, 2)) & set(before)
@@ -260,9 +286,8 @@ def test_killed_anywhere_it_goes_on_to_the_same_shards(corpus: list[str], tmp_pa
     assert contents(plan.folder) == whole
 
 
-def test_a_shard_is_there_only_with_all_its_files(corpus: list[str], tmp_path: Path) -> None:
-    whole = make(corpus, tmp_path / "shards")
-    plan = TokenizingPlan.load(tmp_path / "shards")
+def test_a_shard_is_there_only_with_all_its_files(shards: Path, whole: dict[str, str], tmp_path: Path) -> None:
+    plan = TokenizingPlan.load(shutil.copytree(shards, tmp_path / "shards"))
     for suffix in (*SUFFIXES, ".json"):
         (plan.folder / f"00004{suffix}").unlink()
         assert len(plan.done()) == 11 and plan.finish() is None
@@ -290,15 +315,14 @@ def test_a_full_disk_leaves_whole_shards(corpus: list[str], tmp_path: Path, monk
     assert len(list(run_here(plan, BYTES, 1))) == 11
 
 
-def test_nothing_is_overwritten(corpus: list[str], tmp_path: Path, bpe_folder: Path) -> None:
-    make(corpus, tmp_path / "shards")
-    plan_of(corpus, tmp_path / "shards")
+def test_nothing_is_overwritten(corpus: list[str], shards: Path, bpe_folder: Path) -> None:
+    plan_of(corpus, shards)
     with pytest.raises(FileExistsError, match="shards of other sources, another tokenizer"):
-        plan_of(corpus, tmp_path / "shards", str(bpe_folder))
+        plan_of(corpus, shards, str(bpe_folder))
     with pytest.raises(FileExistsError, match="must be a new or an empty folder"):
-        plan_of([f"{corpus[0]}/*.jsonl"], tmp_path / "texts")
+        plan_of([f"{corpus[0]}/*.jsonl"], Path(corpus[0]))
     with pytest.raises(ValueError, match=r"must lie outside the sources; .*would be read as text"):
-        plan_of(corpus, tmp_path / "texts" / "shards")
+        plan_of(corpus, Path(corpus[0], "shards"))
 
 
 @pytest.mark.parametrize(
@@ -308,25 +332,24 @@ def test_nothing_is_overwritten(corpus: list[str], tmp_path: Path, bpe_folder: P
         ("not JSON", r"02\.jsonl, line 21, must hold one JSON object"),
     ],
 )
-def test_a_file_that_changes_or_is_broken(corpus: list[str], tmp_path: Path, line: str, message: str) -> None:
-    late, source = line.startswith("{"), tmp_path / "texts" / "02.jsonl"
-    plan = plan_of(corpus, tmp_path / "shards") if late else None
+def test_a_file_that_changes_or_is_broken(own: Path, tmp_path: Path, line: str, message: str) -> None:
+    late, source = line.startswith("{"), own / "02.jsonl"
+    plan = plan_of([str(own)], tmp_path / "shards") if late else None
     source.write_text(f"{source.read_text()}{line}\n")
-    plan = plan or plan_of(corpus, tmp_path / "shards")
+    plan = plan or plan_of([str(own)], tmp_path / "shards")
     with pytest.raises(ValueError, match=message):
         list(run_here(plan, BYTES, 2))
     assert plan.finish() is None
     if late:
         with pytest.raises(FileExistsError):
-            plan_of(corpus, tmp_path / "shards")
+            plan_of([str(own)], tmp_path / "shards")
 
 
 @pytest.mark.parametrize("deleted", [True, False])
 def test_a_source_that_cannot_be_read_is_not_taken_for_a_full_disk(
-    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
 ) -> None:
-    whole, plan = make(corpus, tmp_path / "whole"), plan_of(corpus, tmp_path / "shards")
-    source, moved, reading = tmp_path / "texts" / "02.jsonl", tmp_path / "moved.jsonl", Path.open
+    plan, source, reading = plan_of([str(own)], tmp_path / "shards"), own / "02.jsonl", Path.open
 
     def refused(path: Path, mode: str = "r", **options: Any) -> object:
         if path == source:
@@ -335,14 +358,14 @@ def test_a_source_that_cannot_be_read_is_not_taken_for_a_full_disk(
 
     with monkeypatch.context() as patch:
         if deleted:
-            source.rename(moved)
+            source.rename(tmp_path / "moved.jsonl")
         else:
             patch.setattr(Path, "open", refused)
         with pytest.raises(ValueError, match=r"02\.jsonl must be readable .*; got: (No such file|Permission denied)"):
             run_task(plan.folder, 2)
     if deleted:
-        moved.rename(source)
-    assert make(corpus, plan.folder) == whole
+        (tmp_path / "moved.jsonl").rename(source)
+    assert len(finished(plan)) == 12
 
 
 def test_a_tokenizer_that_changes_meanwhile(
