@@ -81,7 +81,7 @@ class TokenizingPlan:
                     f"the folder for the shards must lie outside the sources; {folder} is inside {source}, and shards "
                     "there would be read as text the next time."
                 )
-        parts = []
+        parts: list[tuple[str, SourcePart]] = []
         for spec, wholes in find_sources(sources, field=field):
             for part in wholes:
                 if part.kind != "dataset" or Path(part.name).exists():
@@ -143,11 +143,8 @@ class TokenizingPlan:
         return manifest
 
     def withdraw(self) -> None:
-        """Remove the plan after a failure, so that the corrected command can use the folder.
-
-        The plan stays if a shard has documents, or if the folder holds other files, such as those that another process
-        is writing.
-        """
+        """Remove the plan after a failure, so that the corrected command can use the folder. The plan stays if a shard
+        has documents, or if the folder holds other files, such as those that another process is writing."""
         names = (PLAN, *(task.name + suffix for task in self.tasks for suffix in (*SUFFIXES, ".json")))
         files = {self.folder / name for name in names}
         if set(self.folder.iterdir()) <= files and not any(record.documents for record in self.done()):
@@ -155,11 +152,9 @@ class TokenizingPlan:
                 file.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
-        """Delete the temporary files of processes that were killed.
-
-        All shards are complete, so no file of a shard is being written. Another process may be writing the manifest, so
-        a temporary manifest is deleted only if it is old.
-        """
+        """Delete the temporary files of processes that were killed. All shards are complete, so no file of a shard is
+        being written. Another process may be writing the manifest, so a temporary manifest is deleted only if it is
+        old."""
         for leftover in self.folder.glob(".*.????????"):
             name = leftover.name[1:].rpartition(".")[0]
             with suppress(FileNotFoundError):
@@ -193,11 +188,9 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
 
 
 def run_task(folder: Path, number: int) -> ShardRecord:
-    """Write the shard of one task of the plan in ``folder``, unless it is complete.
-
-    Raise ValueError if the corpus cannot be read, or the corpus or the tokenizer has changed, OSError if writing
-    failed: the shard has no record then, so a later call writes it again.
-    """
+    """Write the shard of one task of the plan in ``folder``, unless it is complete. Raise ValueError if the corpus
+    cannot be read, or the corpus or the tokenizer has changed, OSError if writing failed: the shard has no record then,
+    so a later call writes it again."""
     plan = TokenizingPlan.load(folder)
     task = plan.tasks[number]
     if (record := read_record(plan, task)) is not None:
@@ -268,11 +261,9 @@ def _encoded(texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executo
 
 
 def run_here(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterator[ShardRecord]:
-    """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete.
-
-    At most ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time.
-    Errors are those of ``run_task``, after all started shards have ended.
-    """
+    """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete. At most
+    ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time. Errors
+    are those of ``run_task``, after all started shards have ended."""
     waiting = [number for number, task in enumerate(plan.tasks) if read_record(plan, task) is None]
     # The largest shards first, so that no large shard is still running at the end.
     waiting.sort(key=lambda number: -sum(part.size for part in plan.tasks[number].parts))
@@ -320,10 +311,8 @@ def _set_up_worker() -> None:
 
 
 def run_share(folder: Path, data: Any, rank: int, world_size: int) -> Iterator[Any]:
-    """Run the plan in ``folder`` as a step of a datatrove pipeline: rank r of n writes tasks r, r + n, …
-
-    The rank that writes the last shard also writes the manifest.
-    """
+    """Run the plan in ``folder`` as a step of a datatrove pipeline: rank r of n writes tasks r, r + n, … The rank that
+    writes the last shard also writes the manifest."""
     plan = TokenizingPlan.load(folder)
     for number in range(rank, len(plan.tasks), world_size):
         run_task(folder, number)
