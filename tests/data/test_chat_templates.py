@@ -1,10 +1,10 @@
 """Fine-tuning learns the answers and what ends them, and nothing else, with chat templates of every structure."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.data import Tokenizer, load_tokenizer
@@ -76,6 +76,7 @@ SPECIALS = {"<|endoftext|>": 256, **{name: 300 + index for index, name in enumer
 ENDS = {name: index for name, index in SPECIALS.items() if re.search("end|eot|return", name)}
 
 
+@cache
 def chat_of(template: str, tokenizer: Tokenizer | None = None) -> TemplateChat:
     return TemplateChat(tokenizer or load_tokenizer("bytes"), template, SPECIALS, "the template in x.jinja")
 
@@ -129,6 +130,7 @@ def test_the_answers_and_their_ends_are_learned(template: str) -> None:
         assert "Be brief." in check_law(TEMPLATES[template], talk("one?", "first", system="Be brief."))[0]
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([*NAMES, "\ue000", "\ue001", "\ue002", "a", " ", "\n", "é"]), max_size=6).map("".join))
 def test_any_answer_is_learned(content: str) -> None:
     for template in (CHATML, CHANNELS, HEADERS, DEFAULT_TEMPLATE, SPACED):

@@ -104,7 +104,7 @@ REFUSED: list[tuple[Any, str]] = [
     (chat(ASKED, {**ANSWER, "tool_calls": [{"id": "x"}]}), "message 2, a call needs the fields"),
     (chat(ASKED, {**ANSWER, "tool_calls": "x"}), "message 2, tool_calls must be a list"),
     (called(arguments="{"), "message 2, tool_calls.0.function.arguments must be a JSON"),
-    (called(arguments=[1]), "arguments must be a JSON object"),
+    (called(arguments=[1]), "tool_calls.0.function.arguments must be a JSON object"),
     (chat(ASKED, ANSWER, tools=[{}]), r"a tool needs the fields \['tools.0.type', 'tools.0.function'\]"),
     (chat(ASKED, ANSWER, tools={"a": 1}), "tools must be a list"),
     (chat(ASKED, ANSWER, tools=[{**TOOL, "function": {"name": "a b"}}]), "tools.0.function.name must have 1 to 64"),

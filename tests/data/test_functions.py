@@ -1,6 +1,7 @@
 """Functions, calls and results in conversations: as the template writes them, and as text where it knows none."""
 
 import json
+from functools import cache
 
 import pytest
 from serving.templates import IGNORANT, MISTRAL, QWEN, SPECIALS, TEMPLATES
@@ -18,6 +19,7 @@ CALL = FunctionCall("weather", {"city": "Rom <|im_end|> é"}, "abcdefghi")
 NAMES = {index: f"¦{name}¦" for name, index in SPECIALS.items()}
 
 
+@cache
 def chat_of(template: str) -> TemplateChat:
     return TemplateChat(load_tokenizer("bytes"), template, SPECIALS, "the template in x.jinja")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gecko.data import IGNORED, ByteTokenizer, ShardFolder, TokenizedCorpus, load_tokenizer
 from gecko.data.packing import Shuffle
-from gecko.data.shards import FIRST_EPOCH, Manifest, Shard, ShardedRows, ShardRecord, SplitShards, TokenizerRecord
+from gecko.data.shards import FIRST_EPOCH, Shard, ShardedRows, ShardRecord, SplitShards, TokenizerRecord
 from gecko.data.training_data import DataRequest, open_training_data, read_sources
 
 any_case = settings(max_examples=60, deadline=None)
@@ -225,7 +225,9 @@ def test_a_changed_byte_is_found(shard_folder: Path, suffix: str) -> None:
     read_sources(str(shard_folder), (), ByteTokenizer(), request)
 
 
-def test_a_missing_and_a_short_file_are_found(shard_folder: Path) -> None:
+def test_folders_that_do_not_fit_are_refused(shard_folder: Path, bpe_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"made with the tokenizer 'bytes' \(257 ids.*Set data\.tokenizer=bytes"):
+        open_training_data(str(shard_folder), (), load_tokenizer(str(bpe_folder)), REQUEST)
     path = shard_folder / "00000.ds"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-2])
@@ -234,18 +236,10 @@ def test_a_missing_and_a_short_file_are_found(shard_folder: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match=r"00000\.ds must have .* there is none"):
         ShardFolder.open(shard_folder)
-
-
-def test_another_tokenizer_is_refused(shard_folder: Path, bpe_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"made with the tokenizer 'bytes' \(257 ids.*Set data\.tokenizer=bytes"):
-        open_training_data(str(shard_folder), (), load_tokenizer(str(bpe_folder)), REQUEST)
-
-
-def test_a_file_that_is_no_manifest(shard_folder: Path) -> None:
     for content in ("{", "[]", '{"format": "other"}', '{"format": "gecko-shards-1", "shards": []}'):
         (shard_folder / "manifest.json").write_text(content)
         with pytest.raises(ValueError, match="must hold a manifest of token shards"):
-            Manifest.load(shard_folder)
+            ShardFolder.open(shard_folder)
 
 
 def test_data_opens_from_shards(shard_folder: Path, texts: list[str]) -> None:
