@@ -1,6 +1,7 @@
 """No stored file ends a process, holds it up, or gives a traceback: it is refused by a message, or means what it says.
 
-Every tensor of every stored form is forged in every way, with its checksums made anew.
+Tensors of every stored form are forged, with their checksums made anew: counts in every way, each other tensor in a
+third of the ways, in turn.
 """
 
 import json
@@ -78,11 +79,10 @@ def forge(
         parts: only tensors are forged whose names contain one of these.
     """
     tensors = tensors_of(path)
-    for name, tensor in tensors.items():
-        if not any(part in name for part in parts):
-            continue
-        changes = FORGERIES | (COUNTS if tensor.dtype == torch.int64 and "segment" not in name else {})
-        for forgery, change in changes.items():
+    for number, name in enumerate(name for name in tensors if any(part in name for part in parts)):
+        tensor = tensors[name]
+        changes = list((FORGERIES | (COUNTS if tensor.dtype == torch.int64 and "segment" not in name else {})).items())
+        for forgery, change in changes if tensor.dtype == torch.int64 else changes[number % 3 :: 3]:
             forged = change(tensor if tensor.dim() else tensor[None])
             same = forged.shape == tensor.shape and forged.dtype == tensor.dtype
             if not same or not ("order" in forgery or torch.equal(forged, tensor)):
