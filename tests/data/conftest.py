@@ -2,10 +2,12 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.corpora import as_lines
 
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.data.tokenize import TokenizingPlan, run_here
@@ -23,11 +25,9 @@ def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", "<|pad|>"],
+        vocab_size=300, special_tokens=["<|endoftext|>", "<|pad|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     library.train_from_iterator(LINES, trainer)
     folder = tmp_path_factory.mktemp("bpe")
     library.save(str(folder / "tokenizer.json"))
@@ -63,17 +63,10 @@ def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
-        model_writer=model,
-        vocab_size=320,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        character_coverage=0.99,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
+        sentence_iterator=iter(LINES), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.99,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
     path = tmp_path_factory.mktemp("sentencepiece") / "tiny.model"
     path.write_bytes(model.getvalue())
     return path
@@ -105,17 +98,20 @@ def texts() -> list[str]:
     return [("é" if number % 3 == 0 else "a") * (number % 7 + 3) + "bcdef" for number in range(30)]
 
 
-@pytest.fixture
-def shard_folder(texts: list[str], tmp_path: Path) -> Path:
-    """Return the texts as shards of bytes, in three sources of one shard each."""
-    (tmp_path / "source").mkdir()
-    for name, part in (("a", texts[:10]), ("b", texts[10:20]), ("c", texts[20:])):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
-        (tmp_path / "source" / f"{name}.jsonl").write_text(lines)
-    sources = [str(tmp_path / "source" / f"{name}.jsonl") for name in "abc"]
-    tokenizer = load_tokenizer("bytes")
-    plan = TokenizingPlan.make(sources, tokenizer, tmp_path / "shards")
+@pytest.fixture(scope="session")
+def written_shards(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer, sources = tmp_path_factory.mktemp("shards"), load_tokenizer("bytes"), []
+    for number in range(3):
+        (folder / f"source{number}").mkdir()
+        sources.append(as_lines(texts[10 * number : 10 * number + 10], folder / f"source{number}"))
+    plan = TokenizingPlan.make(sources, tokenizer, folder / "shards")
     plan.start()
     assert len(list(run_here(plan, tokenizer, 1))) == 3
     assert plan.finish() is not None
-    return tmp_path / "shards"
+    return folder / "shards"
+
+
+@pytest.fixture
+def shard_folder(written_shards: Path, tmp_path: Path) -> Path:
+    """Return the texts as shards of bytes, in three sources of one shard each, written just now."""
+    return shutil.copytree(written_shards, tmp_path / "shards", copy_function=shutil.copy)

@@ -1,16 +1,14 @@
 """Fine-tuning learns the answers and what ends them, and nothing else, with chat templates of every structure."""
 
 import re
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.data.chat import DEFAULT_TEMPLATE, TemplateChat, encode_text
-from gecko.data.chats import load_chats
 from gecko.data.turns import Turn
 
 CHATML = """\
@@ -78,6 +76,7 @@ SPECIALS = {"<|endoftext|>": 256, **{name: 300 + index for index, name in enumer
 ENDS = {name: index for name, index in SPECIALS.items() if re.search("end|eot|return", name)}
 
 
+@cache
 def chat_of(template: str, tokenizer: Tokenizer | None = None) -> TemplateChat:
     return TemplateChat(tokenizer or load_tokenizer("bytes"), template, SPECIALS, "the template in x.jinja")
 
@@ -123,17 +122,15 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_answers_and_their_ends_are_learned(template: str, chat: str) -> None:
-    check_law(TEMPLATES[template], CHATS[chat])
+def test_the_answers_and_their_ends_are_learned(template: str) -> None:
+    for chat in CHATS.values():
+        check_law(TEMPLATES[template], chat)
+    if template != "turns":
+        assert "Be brief." in check_law(TEMPLATES[template], talk("one?", "first", system="Be brief."))[0]
 
 
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "turns"])
-def test_a_system_message_is_read(template: str) -> None:
-    assert "Be brief." in check_law(TEMPLATES[template], talk("one?", "first", system="Be brief."))[0]
-
-
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([*NAMES, "\ue000", "\ue001", "\ue002", "a", " ", "\n", "é"]), max_size=6).map("".join))
 def test_any_answer_is_learned(content: str) -> None:
     for template in (CHATML, CHANNELS, HEADERS, DEFAULT_TEMPLATE, SPACED):
@@ -192,10 +189,9 @@ def test_a_lost_system_message_is_refused() -> None:
     silent = CHATML.replace("{{ '<|im_start|>'", "{% if m.role != 'system' %}{{ '<|im_start|>'")
     silent = chat_of(silent.replace("'<|im_end|>\\n' }}", "'<|im_end|>\\n' }}{% endif %}"))
     chat = talk("one?", "first", "two?", system="e")
-    with pytest.raises(ValueError, match="no place for a message of 'system'"):
-        list(silent.trained_pieces(chat))
-    with pytest.raises(ValueError, match="no place for a message of 'system'"):
-        silent.encode(chat)
+    for read in (silent.encode, silent.continuation, lambda chat: list(silent.trained_pieces(chat))):
+        with pytest.raises(ValueError, match="no place for a message of 'system'"):
+            read(chat)
     assert silent.encode(chat[1:])
     with pytest.raises(ValueError, match="no system messages here"):
         list(chat_of(TURNS).trained_pieces(chat))
@@ -207,43 +203,6 @@ def test_thoughts_that_a_template_removes_are_not_learned() -> None:
         list(chat_of(THINKING).trained_pieces(talk("one?", thought, "two?", "second")))
     before, answer = check_law(THINKING, [Turn("user", "one?"), Turn("assistant", thought, False), *talk("r", "b")])
     assert "hm" not in before and answer == "b¦<|im_end|>¦"
-
-
-GOOD = '{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"'
-FIELDS = {
-    f'{{"messages": [{GOOD}, "tool_calls": [{{"id": "x"}}]}}]}}': "message 2, a call needs the fields",
-    f'{{"messages": [{GOOD}, "function_call": {{"name": "f"}}}}]}}': "message 2, .*; got 'function_call', which",
-    f'{{"messages": [{GOOD}, "reasoning_content": "hm"}}]}}': "message 2, .*; got 'reasoning_content', which",
-    f'{{"messages": [{GOOD}, "thinking": "hm", "audio": 1}}]}}': "message 2, .*; got 'audio', 'thinking', which",
-    f'{{"messages": [{GOOD}, "name": "Ann"}}]}}': "message 2, .*; got 'name', which",
-    f'{{"messages": [{GOOD}}}], "tools": [{{}}]}}': "line 1, a tool needs the fields",
-    f'{{"messages": [{GOOD}}}], "system": "Be brief."}}': "line 1, must .*; got 'system', which",
-    f'{{"messages": [{GOOD}, "weight": 0.5}}]}}': "got the weight 0.5 of 'assistant'; answers alone have one, 0",
-    f'{{"messages": [{GOOD}, "weight": true}}]}}': "got the weight True of 'assistant'",
-    f'{{"messages": [{GOOD}, "weight": []}}]}}': r"got the weight \[\] of 'assistant'",
-    f'{{"messages": [{{"role": "user", "content": "q", "weight": 1}}, {GOOD}}}]}}': "the weight 1 of 'user'",
-    f'{{"messages": [{GOOD}, "weight": 0}}]}}': "without an answer of the assistant",
-    f'{{"messages": [{GOOD}}}, {{"role": "tool", "content": "t"}}]}}': "line 1, messages.2.tool_call_id must be the id",
-    f'{{"messages": [{GOOD}}}, {{"role": "function", "content": "t"}}]}}': "the role 'function', which is none of",
-    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "content of the type list instead of text",
-    '{"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}': "message 1, a call needs the fields",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("line", FIELDS)
-def test_what_cannot_be_learned_is_refused_by_its_name(line: str, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match=FIELDS[line]):
-        load_chats(str(tmp_path / "chats.jsonl"), chat_of(CHATML))
-
-
-def test_weights_and_empty_fields(tmp_path: Path) -> None:
-    """Answers of weight 0 are read; a field without a value, and notes about a chat, are as if they were not there."""
-    line = f'{{"messages": [{GOOD}, "weight": 0, "tool_calls": null}}, {GOOD}, "weight": 1, "name": ""}}], "id": 7'
-    (tmp_path / "chats.jsonl").write_text(line + ', "tools": []}\n')
-    corpus = load_chats(str(tmp_path / "chats.jsonl"), chat_of(CHATML))
-    learned = corpus.tokens[0][corpus.trained[0]]
-    assert spell(learned.tolist()) == "a¦<|im_end|>¦"
 
 
 def test_half_a_surrogate_pair_is_named(tokenizer: Tokenizer) -> None:

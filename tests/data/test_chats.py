@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from serving.templates import QWEN, SPECIALS
 from support.chats import some_chats, spoken, write_chats
 
 from gecko.data import IGNORED, load_tokenizer
@@ -35,13 +37,6 @@ def followed(chat_format: TemplateChat, question: str) -> list[int]:
     return [*closing, *following]
 
 
-def test_a_message_that_the_template_drops_is_refused() -> None:
-    tokenizer = load_tokenizer("bytes")
-    first = TemplateChat(tokenizer, "{{ messages[0].content + messages[-1].role }}", {}, "x.jinja")
-    with pytest.raises(ValueError, match="has no place for a message of"):
-        first.continuation(turns("r"))
-
-
 def test_a_model_learns_the_answers_and_their_ends(own_format: TemplateChat) -> None:
     pieces = list(own_format.trained_pieces(turns("one?", "first", "two?", "second", "three?")))
     learned = [bytes(ids[:-1]).decode() for ids, is_answer in pieces if is_answer]
@@ -61,60 +56,107 @@ def test_the_pieces_of_a_chat_are_what_generation_reads(own_format: TemplateChat
     ]
 
 
-def test_text_of_a_message_is_no_special_token(own_format: TemplateChat) -> None:
-    pieces = list(own_format.trained_pieces(turns("say <|endoftext|>", "<|endoftext|> it is")))
-    assert [ids.count(END) for ids, _ in pieces] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "must end every answer with a special token"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", "changes earlier"),
-    ],
-)
-def test_templates_that_cannot_be_learned_are_refused(template: str, message: str) -> None:
-    tokenizer = load_tokenizer("bytes")
-    bad = TemplateChat(tokenizer, template, tokenizer.special_texts, "the template in x.jinja")
-    with pytest.raises(ValueError, match=f"{message}.*|x.jinja"):
-        list(bad.trained_pieces(turns("q", "a", "r", "b")))
-
-
 def test_a_saved_default_template_is_found_again(own_format: TemplateChat, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
     found = find_format(load_tokenizer("bytes"), tmp_path)
     assert found.encode(turns("q", "a", "r")) == own_format.encode(turns("q", "a", "r"))
 
 
-GOOD = json.dumps({"messages": spoken("q", "a")})
+ASKED, ANSWER = spoken("q", "a")
+FUNCTION = {"name": "weather", "arguments": {"city": "Rome"}}
+CALL = {"type": "function", "function": FUNCTION}
+RESULT = {"role": "tool", "name": "weather", "content": "sun"}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Tell."}}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2, must hold one JSON object; got invalid JSON"),
-        ("[]", "line 2, must hold one JSON object; got a list"),
-        ('{"text": "x"}', r"line 2, must be a chat as {.*}; got the fields \['text'\]"),
-        ('{"messages": "x"}', "line 2, must be a chat as .*; got messages that are no list"),
-        ('{"messages": [{"role": "user", "content": "q"}]}', "line 2, .* without an answer of the assistant"),
-        ('{"messages": ["x"]}', "line 2, message 1, .*; got no object with role and content"),
-        ('{"messages": [{"role": "bot", "content": "q"}]}', "message 1, .* the role 'bot', which is none of system"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "message 1, .* content of the type int instead of text"),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "message 1, .* half a surrogate pair"),
-    ],
-)
-def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+def chat(*messages: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+def called(**changes: Any) -> dict[str, Any]:
+    """Return a chat with the changed call of a function."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": {**FUNCTION, **changes}}]}
+    return chat(ASKED, call, RESULT, {**ANSWER, "content": "Sunny."}, tools=[TOOL])
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ([], "must hold one JSON object; got a list"),
+    ({"text": "x"}, r"must be a chat as {.*}; got the fields \['text'\]"),
+    ({"messages": "x"}, "must be a chat as .*; got messages that are no list"),
+    (chat(ASKED), "without an answer of the assistant"),
+    (chat(ASKED, {**ANSWER, "weight": 0}), "without an answer of the assistant"),
+    (chat("x"), "message 1, .*; got no object with role and content"),
+    (chat({"role": "bot", "content": "q"}), "message 1, .* the role 'bot', which is none of system"),
+    (chat({"role": "user", "content": 3}), "message 1, .* content of the type int instead of text"),
+    (chat({"role": "user", "content": [{"type": "image_url"}]}), "content of the type list instead of text"),
+    (chat({"role": "user", "content": "\ud800"}), "message 1, .* half a surrogate pair"),
+    (chat(ASKED, {**ANSWER, "function_call": FUNCTION}), "message 2, .*; got 'function_call', which"),
+    (chat(ASKED, {**ANSWER, "reasoning_content": "hm"}), "message 2, .*; got 'reasoning_content', which"),
+    (chat(ASKED, {**ANSWER, "thinking": "hm", "audio": 1}), "message 2, .*; got 'audio', 'thinking', which"),
+    (chat(ASKED, {**ANSWER, "name": "Ann"}), "message 2, .*; got 'name', which"),
+    (chat(ASKED, ANSWER, system="Be brief."), "must .*; got 'system', which"),
+    (chat(ASKED, {**ANSWER, "weight": 0.5}), "got the weight 0.5 of 'assistant'; answers alone have one, 0"),
+    (chat(ASKED, {**ANSWER, "weight": True}), "got the weight True of 'assistant'"),
+    (chat(ASKED, {**ANSWER, "weight": []}), r"got the weight \[\] of 'assistant'"),
+    (chat({**ASKED, "weight": 1}, ANSWER), "the weight 1 of 'user'"),
+    (chat({**ASKED, "tool_calls": [1]}, ANSWER), "message 1, .*; got 'tool_calls', which"),
+    (chat(ASKED, ANSWER, {"role": "function", "content": "t"}), "the role 'function', which is none of"),
+    (chat(ASKED, {**ANSWER, "tool_calls": [{"id": "x"}]}), "message 2, a call needs the fields"),
+    (chat(ASKED, {**ANSWER, "tool_calls": "x"}), "message 2, tool_calls must be a list"),
+    (called(arguments="{"), "message 2, tool_calls.0.function.arguments must be a JSON"),
+    (called(arguments=[1]), "tool_calls.0.function.arguments must be a JSON object"),
+    (chat(ASKED, ANSWER, tools=[{}]), r"a tool needs the fields \['tools.0.type', 'tools.0.function'\]"),
+    (chat(ASKED, ANSWER, tools={"a": 1}), "tools must be a list"),
+    (chat(ASKED, ANSWER, tools=[{**TOOL, "function": {"name": "a b"}}]), "tools.0.function.name must have 1 to 64"),
+    (chat(ASKED, ANSWER, tools=[TOOL] * 2), "tools must have different names; got 2 of the name 'weather'"),
+    (chat(RESULT, ANSWER), "messages.0.tool_call_id must be the id of a call"),
+    (chat(ASKED, ANSWER, {**RESULT, "tool_call_id": "b"}), "messages.2.tool_call_id must be the id .* got 'b'"),
+    (chat(ASKED, ANSWER, {**RESULT, "weight": 0}), "got 'weight', which"),
+    (chat(ASKED, ANSWER, {**RESULT, "content": {"sun": 1}}), "content of the type dict"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_a_wrong_line_is_named(number: int, tmp_path: Path) -> None:
+    record, message = REFUSED[number]
     path = tmp_path / "chats.jsonl"
-    path.write_text(f"{GOOD}\n{line}\n")
-    with pytest.raises(ValueError, match=message) as error:
+    path.write_text(f"{json.dumps(chat(ASKED, ANSWER))}\n{json.dumps(record)}\n")
+    with pytest.raises(ValueError, match=f"chats.jsonl, line 2, (.* )?{message}"):
         list(read_chats(str(path)))
-    assert str(path) in str(error.value)
 
 
-def test_other_formats_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "chats.txt").write_text(GOOD)
+def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match="line 1, must hold one JSON object; got invalid JSON"):
+        list(read_chats(str(tmp_path)))
+    (tmp_path / "chats.txt").write_text("{}")
     with pytest.raises(ValueError, match=r"must be JSON Lines \(.jsonl\).*; got .*chats.txt"):
         list(read_chats(str(tmp_path / "chats.txt")))
+
+
+def learned(records: list[dict[str, Any]], folder: Path, chat_format: TemplateChat) -> list[str]:
+    """Return the learned text of chats, where ¦ stands for special tokens."""
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    corpus = load_chats(str(folder / "chats.jsonl"), chat_format)
+    parts = (tokens[trained] for tokens, trained in zip(corpus.tokens, corpus.trained, strict=True))
+    return ["".join("¦" if index > 255 else chr(index) for index in ids) for ids in parts]
+
+
+def test_weights_and_empty_fields(own_format: TemplateChat, tmp_path: Path) -> None:
+    """Answers of weight 0 are read; a field without a value, and notes about a chat, are as if they were not there."""
+    unlearned = {**ANSWER, "content": "no", "weight": 0, "tool_calls": None}
+    record = chat(ASKED, unlearned, ASKED, {**ANSWER, "weight": 1, "name": ""}, id=7, tools=[])
+    assert learned([record], tmp_path, own_format) == ["a¦"]
+
+
+def test_files_of_chats_with_calls(own_format: TemplateChat, tmp_path: Path) -> None:
+    """Arguments may be an object or its text, and calls may have ids."""
+    texts = called(arguments='{"city": "Rome"}')
+    texts["messages"][1]["tool_calls"][0]["id"] = "a"
+    texts["messages"][2] = {"role": "tool", "tool_call_id": "a", "content": "sun"}
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>¦Sunny.¦'
+    for chat_format in (own_format, TemplateChat(load_tokenizer("bytes"), QWEN, SPECIALS, "x.jinja")):
+        assert learned([called(), texts], tmp_path, chat_format) == [written] * 2
 
 
 def test_a_row_holds_whole_chats_and_an_epoch_every_chat_once(corpus: ChatCorpus) -> None:

@@ -1,15 +1,13 @@
 """Functions, calls and results in conversations: as the template writes them, and as text where it knows none."""
 
 import json
-from pathlib import Path
-from typing import Any
+from functools import cache
 
 import pytest
 from serving.templates import IGNORANT, MISTRAL, QWEN, SPECIALS, TEMPLATES
 
 from gecko.data import load_tokenizer
-from gecko.data.chat import PlainChat, TemplateChat, tuning_format
-from gecko.data.chats import load_chats
+from gecko.data.chat import PlainChat, TemplateChat
 from gecko.data.turns import PLAIN_FORM, CallForm, Function, FunctionCall, Turn
 
 WEATHER = Function(
@@ -21,6 +19,7 @@ CALL = FunctionCall("weather", {"city": "Rom <|im_end|> é"}, "abcdefghi")
 NAMES = {index: f"¦{name}¦" for name, index in SPECIALS.items()}
 
 
+@cache
 def chat_of(template: str) -> TemplateChat:
     return TemplateChat(load_tokenizer("bytes"), template, SPECIALS, "the template in x.jinja")
 
@@ -128,67 +127,3 @@ def test_a_template_that_takes_too_long_with_functions_is_refused() -> None:
     slow = QWEN.replace("{%- for tool in tools %}", "{%- for tool in tools %}{% for i in range(99999) %}{% endfor %}")
     with pytest.raises(ValueError, match="too many rounds"):
         chat_of("{{ 1234567890 if tools }}" + slow).encode(talk()[:1], [NOW] * 9)
-
-
-def write(folder: Path, *records: dict[str, Any]) -> str:
-    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return str(folder / "chats.jsonl")
-
-
-FUNCTION = {"name": "weather", "arguments": {"city": "Rome"}}
-ASKED = {"role": "user", "content": "q"}
-RECORD: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "weather", "description": "Tell."}}],
-    "messages": [
-        ASKED, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": FUNCTION}]},
-        {"role": "tool", "name": "weather", "content": "sun"}, {"role": "assistant", "content": "Sunny."},
-    ],
-}  # fmt: skip
-
-
-def test_files_of_chats_with_calls(tmp_path: Path) -> None:
-    """Arguments may be an object or its text, and calls may have ids."""
-    texts = json.loads(json.dumps(RECORD))
-    texts["messages"][1]["tool_calls"][0] |= {"id": "a", "function": {**FUNCTION, "arguments": '{"city": "Rome"}'}}
-    texts["messages"][2] = {"role": "tool", "tool_call_id": "a", "content": "sun"}
-    own = tuning_format(load_tokenizer("bytes"), tmp_path)
-    for chat_format in (chat_of(QWEN), own):
-        corpus = load_chats(write(tmp_path, RECORD, texts), chat_format)
-        assert corpus.tokens[0].tolist() == corpus.tokens[1].tolist()
-        learned = spell(corpus.tokens[0][corpus.trained[0]].tolist())
-        end = "<|endoftext|>" if chat_format is own else "<|im_end|>"
-        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-        assert learned == f"{call}¦{end}¦Sunny.¦{end}¦"
-
-
-def changed(*path: Any, to: Any) -> dict[str, Any]:
-    record = json.loads(json.dumps(RECORD))
-    place = record
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = to
-    return record
-
-
-CALLS = ("messages", 1, "tool_calls")
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    (changed("tools", to=[{}]), r"line 1, a tool needs the fields \['tools.0.type', 'tools.0.function'\]"),
-    (changed("tools", to={"a": 1}), "line 1, tools must be a list"),
-    (changed("tools", 0, "function", "name", to="a b"), r"tools.0.function.name must have 1 to 64 letters"),
-    (changed("tools", to=RECORD["tools"] * 2), "tools must have different names; got 2 of the name 'weather'"),
-    (changed(*CALLS, 0, "function", "arguments", to="{"), "message 2, tool_calls.0.function.arguments must be a JSON"),
-    (changed(*CALLS, 0, "function", "arguments", to=[1]), "arguments must be a JSON object"),
-    (changed(*CALLS, to="x"), "message 2, tool_calls must be a list"),
-    (changed("messages", 2, "tool_call_id", to="b"), r"messages.2.tool_call_id must be the id of a call .* got 'b'"),
-    (changed("messages", 2, "weight", to=0), "got 'weight', which"),
-    (changed("messages", 2, "content", to={"sun": 1}), "content of the type dict"),
-    (changed("messages", 0, "tool_calls", to=[1]), "message 1, .*; got 'tool_calls', which"),
-    (changed("messages", to=RECORD["messages"][2:]), "messages.0.tool_call_id must be the id of a call"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_is_no_call_is_refused_by_its_place(number: int, tmp_path: Path) -> None:
-    record, told = REFUSED[number]
-    with pytest.raises(ValueError, match=told):
-        load_chats(write(tmp_path, record), chat_of(QWEN))

@@ -2,31 +2,32 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data.test_loader import numbered_corpus
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.corpora import as_lines, as_shards, words
 
 from gecko.data import ByteTokenizer, DataRequest, TokenizedCorpus, Tokenizer, open_training_data
 from gecko.data.loader import IGNORED, LaneRows, PackedRows, Rows
-from gecko.data.packing import permutation
+from gecko.data.packing import held_out_count, permutation
 from gecko.data.tokenizers import TokenIds
-from gecko.data.training_data import lane_counts
+from gecko.data.training_data import apportioned
 
 texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=12).filter(any)
 any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@any_case
+@settings(any_case, max_examples=30)
 @given(texts=texts)
 def test_documents_are_kept_between_their_borders(tokenizer: Tokenizer, texts: list[str]) -> None:
     corpus = TokenizedCorpus.build(iter(texts), tokenizer)
-    expected = [
-        [tokenizer.document_start, *tokenizer.encode(text).tolist(), tokenizer.document_end] for text in texts if text
-    ]
+    start, end = tokenizer.document_start, tokenizer.document_end
+    expected = [[start, *tokenizer.encode(text).tolist(), end] for text in texts if text]
     assert [corpus.document(index).tolist() for index in range(len(corpus))] == expected
     assert corpus.num_tokens == sum(map(len, expected)) == len(corpus.tokens)
 
@@ -36,8 +37,7 @@ def test_text_without_tokens_is_no_document() -> None:
         def encode(self, text: str) -> TokenIds:
             return super().encode(text.strip())
 
-    corpus = TokenizedCorpus.build(["  ", "a", "\n"], Stripping())
-    assert corpus.tokens.tolist() == [256, 97, 256]
+    assert TokenizedCorpus.build(["  ", "a", "\n"], Stripping()).tokens.tolist() == [256, 97, 256]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
@@ -49,11 +49,6 @@ def test_ids_are_stored_in_the_smallest_type(vocab_size: int, dtype: type) -> No
     corpus = TokenizedCorpus.build(["ab"], Wide())
     assert corpus.tokens.dtype == dtype
     assert corpus.document(0).tolist() == [vocab_size - 1, 97, 98, vocab_size - 1]
-
-
-def numbered(lengths: list[int]) -> TokenizedCorpus:
-    """Return a corpus in which every token is another number."""
-    return TokenizedCorpus.of_whole(np.arange(sum(lengths), dtype=np.uint32), lengths)
 
 
 def ids_of(corpus: TokenizedCorpus) -> list[int]:
@@ -74,7 +69,7 @@ sizes = st.one_of(st.integers(3, 9), st.integers(3, 2000))
 @example(lengths=[50_000, *[500] * 100], fraction=0.05, seed=3)
 @example(lengths=[100] * 30, fraction=0.05, seed=0)
 def test_no_more_than_the_fraction_is_held_out(lengths: list[int], fraction: float, seed: int) -> None:
-    corpus = numbered(lengths)
+    corpus = numbered_corpus(lengths)
     training, held_out = corpus.split(fraction, seed)
     assert 0 < held_out.num_tokens <= max(fraction * sum(lengths), 3)
     assert held_out.num_tokens >= fraction * sum(lengths) / 2 - 3
@@ -99,87 +94,76 @@ def test_splits_of_earlier_layouts_never_change(
     lengths: list[int], fraction: float, seed: int, held: list[int]
 ) -> None:
     """A run that started with one would otherwise train on what it held out."""
-    training, held_out = numbered(lengths).split(fraction, seed, layout=2)
+    training, held_out = numbered_corpus(lengths).split(fraction, seed, layout=2)
     assert ids_of(held_out) == held
     assert set(ids_of(training)) - {0} == set(range(sum(lengths))) - set(held) - {0}
 
 
+@pytest.mark.parametrize("fraction", [0, 0.001, 0.3, 1])
+@pytest.mark.parametrize("count", [2, 7, 100])
+def test_count_of_held_out_documents_up_to_the_second_layout(count: int, fraction: float) -> None:
+    found = held_out_count(count, fraction, 2, 1)
+    assert found == fraction * count if fraction in (0, 1) else 1 <= found < count
+
+
 def test_split_depends_on_the_seed() -> None:
-    corpus = TokenizedCorpus.build((f"document {index}" for index in range(50)), ByteTokenizer())
+    corpus = numbered_corpus([12] * 50)
     assert len({tuple(corpus.split(0.2, seed)[1].offsets.tolist()) for seed in range(10)}) == 10
 
 
 @any_case
-@given(texts=texts, max_tokens=st.integers(2, 100))
-def test_head_is_the_first_tokens(texts: list[str], max_tokens: int) -> None:
-    corpus = TokenizedCorpus.build(texts, ByteTokenizer())
-    head = corpus.head(max_tokens)
-    whole = np.concatenate([corpus.document(index) for index in range(len(corpus))])
-    kept = np.concatenate([head.document(index) for index in range(len(head))])
-    assert kept.tolist() == whole[: len(kept)].tolist()
-    # A single border token at the cut is dropped: as a document it would have nothing to predict.
-    assert min(max_tokens, len(whole)) - len(kept) in (0, 1)
-    assert head.lengths.min() >= 2
-
-
-@any_case
 @given(texts=texts, first=st.integers(2, 100), second=st.integers(2, 100))
-def test_a_head_of_a_head_is_the_shorter_of_both(texts: list[str], first: int, second: int) -> None:
+def test_head_is_the_first_tokens(texts: list[str], first: int, second: int) -> None:
+    """A head of a head is the shorter of both."""
     corpus = TokenizedCorpus.build(texts, ByteTokenizer())
-    twice, once = corpus.head(first).head(second), corpus.head(min(first, second))
+    head, whole = corpus.head(first), ids_of(corpus)
+    kept = ids_of(head)
+    assert kept == whole[: len(kept)]
+    # A single border token at the cut is dropped: as a document it would have nothing to predict.
+    assert min(first, len(whole)) - len(kept) in (0, 1)
+    assert head.lengths.min() >= 2
+    twice, once = head.head(second), corpus.head(min(first, second))
     assert twice.lengths.tolist() == once.lengths.tolist()
     assert twice.offsets.tolist() == once.offsets.tolist()
 
 
 def test_permutation_never_changes() -> None:
     """These numbers hold for every version of NumPy; a change would break resuming old runs."""
-    assert permutation(8, 1, 2).tolist() == PERMUTATION
+    assert permutation(8, 1, 2).tolist() == [5, 6, 3, 2, 1, 0, 4, 7]
     assert sorted(permutation(100, 3, 4).tolist()) == list(range(100))
-
-
-PERMUTATION = [5, 6, 3, 2, 1, 0, 4, 7]
-
-
-@pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_no_text(texts: list[str]) -> None:
-    with pytest.raises(ValueError, match="a corpus must hold at least one document with text; got none"):
-        TokenizedCorpus.build(texts, ByteTokenizer())
 
 
 def test_of_a_single_document_the_end_is_held_out() -> None:
     text = bytes(32 + place % 90 for place in range(300)).decode()
-    corpus = TokenizedCorpus.build([text], ByteTokenizer())
-    training, held_out = corpus.split(0.05, 0)
+    training, held_out = TokenizedCorpus.build([text], ByteTokenizer()).split(0.05, 0)
     assert (len(training), len(held_out)) == (1, 1)
     start, end = training.document(0), held_out.document(0)
     assert bytes(start[1:].tolist() + end[1:-1].tolist()).decode() == text
-    assert start[0] == end[0] == end[-1] == 256
-    assert len(end) == 15
+    assert start[0] == end[0] == end[-1] == 256 and len(end) == 15
 
 
-def test_split_of_one_document() -> None:
-    with pytest.raises(ValueError, match=r"a source must have at least 4 tokens, .* got 3"):
-        TokenizedCorpus.build(["a"], ByteTokenizer()).split(0.1, 0)
+AB = numbered_corpus([3, 3])
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: TokenizedCorpus.build([], ByteTokenizer()), "at least one document with text; got none"),
+    (lambda: TokenizedCorpus.build(["", ""], ByteTokenizer()), "at least one document with text; got none"),
+    (lambda: numbered_corpus([3]).split(0.1, 0), r"a source must have at least 4 tokens, .* got 3"),
+    (lambda: AB.split(-0.1, 0), "validation_fraction must lie between 0 and 1"),
+    (lambda: AB.split(1.1, 0), "validation_fraction must lie between 0 and 1"),
+    (lambda: AB.split(float("nan"), 0), "validation_fraction must lie between 0 and 1"),
+    (lambda: AB.split(0.5, -1), "seed must be a whole number of at least 0; got -1"),
+    (lambda: AB.head(1), "max_tokens must be at least 2"),
+    (lambda: apportioned([0.99, 0.01], 8, "{}: lanes {}"), r"\[0\.99, 0\.01\]: lanes \[8, 0\]"),
+]
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
-def test_fraction_out_of_range(fraction: float) -> None:
-    with pytest.raises(ValueError, match="validation_fraction must lie between 0 and 1"):
-        TokenizedCorpus.build(["a", "b"], ByteTokenizer()).split(fraction, 0)
-
-
-def test_negative_seed_and_empty_head() -> None:
-    corpus = TokenizedCorpus.build(["a", "b"], ByteTokenizer())
-    with pytest.raises(ValueError, match="seed must be a whole number of at least 0; got -1"):
-        corpus.split(0.5, -1)
-    with pytest.raises(ValueError, match="max_tokens must be at least 2"):
-        corpus.head(1)
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_cannot_be_divided(number: int) -> None:
+    call, message = REFUSED[number]
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 # ---- Lanes: the rows of a lane join to consecutive text, in documents that keep one segment id; lanes share no token.
-
-any_lanes = settings(max_examples=60, deadline=None)
-lengths = st.lists(st.integers(2, 40), min_size=1, max_size=12)
 
 
 def check_lane(rows: Rows, lanes: int, lane: int, steps: int) -> list[tuple[int, int]]:
@@ -197,12 +181,17 @@ def check_lane(rows: Rows, lanes: int, lane: int, steps: int) -> list[tuple[int,
     return read
 
 
-@any_lanes
-@given(lengths, st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**32))
+lane_cases = given(
+    st.lists(st.integers(2, 40), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**32)
+)
+
+
+@any_case
+@lane_cases
 def test_an_epoch_of_lanes_reads_consecutive_tokens_once(
     lengths: list[int], length: int, lanes: int, seed: int
 ) -> None:
-    corpus = numbered(lengths)
+    corpus = numbered_corpus(lengths)
     if (corpus.num_tokens - 1) // length < lanes:
         return
     rows = LaneRows(PackedRows(corpus, length, seed), lanes, seed)
@@ -216,22 +205,16 @@ def test_an_epoch_of_lanes_reads_consecutive_tokens_once(
     assert corpus.num_tokens - 1 - sum(seen.values()) in range(length * lanes)
 
 
-@any_lanes
-@given(lengths, st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**32))
+@settings(any_case, max_examples=30)
+@lane_cases
 def test_no_document_goes_on_into_the_next_epoch(lengths: list[int], length: int, lanes: int, seed: int) -> None:
-    corpus = numbered(lengths)
+    corpus = numbered_corpus(lengths)
     if (corpus.num_tokens - 1) // length < lanes:
         return
     rows = LaneRows(PackedRows(corpus, length, seed), lanes, seed)
-    per_epoch = [
-        {
-            int(segment)
-            for index in range(epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
-            for segment in rows.row(index)[2]
-        }
-        for epoch in range(3)
-    ]
-    assert not (per_epoch[0] & per_epoch[1] or per_epoch[1] & per_epoch[2] or per_epoch[0] & per_epoch[2])
+    count = rows.rows_per_epoch
+    epochs = [{int(x) for n in range(e * count, (e + 1) * count) for x in rows.row(n)[2]} for e in range(3)]
+    assert all(first.isdisjoint(second) for first, second in combinations(epochs, 2))
 
 
 @pytest.mark.parametrize("make", [as_lines, as_shards])
@@ -253,15 +236,15 @@ def test_each_source_of_a_mixture_has_its_lanes(tmp_path: Path) -> None:
     for name in ("ab", "cd"):
         (tmp_path / name).mkdir()
         sources.append(as_lines([name * (20 + number) for number in range(30)], tmp_path / name))
-    request = DataRequest(16, 0.1, 0, lanes=4)
-    data = open_training_data("", [f"{sources[0]}=3", f"{sources[1]}=1"], ByteTokenizer(), request)
+    mixture = [f"{sources[0]}=3", f"{sources[1]}=1"]
+    data = open_training_data("", mixture, ByteTokenizer(), DataRequest(16, 0.1, 0, lanes=4))
     for lane, letters in enumerate(["ab", "ab", "ab", "cd"]):
         read = check_lane(data.rows, 4, lane, data.rows.rows_per_epoch // 4)
         assert {token for _, token in read if 0 < token < 256} == set(letters.encode())
+    with pytest.raises(ValueError, match=r"carry_state each source must have a lane.*Try a larger batch_size"):
+        open_training_data("", mixture, ByteTokenizer(), DataRequest(16, 0.1, 0, lanes=1))
 
 
 def test_lanes_are_divided_by_the_weights() -> None:
-    assert lane_counts([0.7, 0.3], 10) == [7, 3]
-    assert lane_counts([1, 1, 1], 4) in ([2, 1, 1], [1, 2, 1], [1, 1, 2])
-    with pytest.raises(ValueError, match=r"carry_state each source must have a lane.*Try a larger batch_size"):
-        lane_counts([0.99, 0.01], 8)
+    assert apportioned([0.7, 0.3], 10, "") == [7, 3]
+    assert apportioned([1, 1, 1], 4, "") in ([2, 1, 1], [1, 2, 1], [1, 1, 2])

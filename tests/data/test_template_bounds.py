@@ -109,7 +109,7 @@ def test_a_template_ends(template: str, budget: float) -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize(("turns", "length"), [(2000, 20), (4, 1_000_000)])
-def test_long_conversations_fit(template: str, turns: int, length: int) -> None:
-    said = "ab " * (length // 3)
-    assert len(chat_of(TEMPLATES[template]).encode(talk(*[said] * turns, "x"))) > turns * (length - 3)
+def test_long_conversations_fit(template: str) -> None:
+    for turns, length in ((2000, 20), (2, 1_000_000)):
+        said = "ab " * (length // 3)
+        assert len(chat_of(TEMPLATES[template]).encode(talk(*[said] * turns, "x"))) > turns * (length - 3)

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gecko.data import ByteTokenizer, StreamDecoder, Tokenizer, check_vocabulary, load_tokenizer
+from gecko.data import StreamDecoder, Tokenizer, check_vocabulary, load_tokenizer
 from gecko.data.tokenizers import END_TOKENS
 
-any_case = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+any_case = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # SentencePiece and Llama's BPE write a space as "▁", so a "▁" in the text is decoded as a space.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
@@ -29,13 +30,8 @@ def test_decode_inverts_encode(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text
     assert tokenizer.special_ids.isdisjoint(ids.tolist())
     assert all(0 <= index < tokenizer.vocab_size for index in ids)
-
-
-@any_case
-@given(batch=st.lists(texts, max_size=5))
-def test_encode_batch_is_encode_of_each(tokenizer: Tokenizer, batch: list[str]) -> None:
-    together = tokenizer.encode_batch(batch)
-    assert [ids.tolist() for ids in together] == [tokenizer.encode(text).tolist() for text in batch]
+    batch = [text, "the fox", text[3:]]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(batch)] == [tokenizer.encode(x).tolist() for x in batch]
 
 
 def test_special_ids_and_those_beyond_the_vocabulary_stand_for_no_text(tokenizer: Tokenizer) -> None:
@@ -43,16 +39,6 @@ def test_special_ids_and_those_beyond_the_vocabulary_stand_for_no_text(tokenizer
     borders = [tokenizer.document_start, *ids, tokenizer.document_end, tokenizer.vocab_size + 3]
     assert tokenizer.decode(borders) == "the fox"
     assert {tokenizer.document_start, tokenizer.document_end} <= tokenizer.special_ids
-
-
-def test_special_ids_have_the_texts_that_templates_write(
-    bpe_folder: Path, byte_fallback_file: Path, sentencepiece_file: Path
-) -> None:
-    named = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    assert load_tokenizer(str(bpe_folder)).special_texts == {"<|endoftext|>": 0, "<|pad|>": 1}
-    assert load_tokenizer(str(byte_fallback_file)).special_texts == named
-    assert load_tokenizer(str(sentencepiece_file)).special_texts == {"<s>": 1, "</s>": 2}
-    assert load_tokenizer("bytes").special_texts == {"<|endoftext|>": 256}
 
 
 def test_name_reloads_the_tokenizer_from_any_folder(
@@ -94,26 +80,28 @@ def test_stream_of_ids_that_are_no_text(tokenizer: Tokenizer, data: st.DataObjec
     assert streamed == tokenizer.decode(ids)
 
 
-def test_stream_holds_half_a_character_back() -> None:
-    decoder = StreamDecoder(ByteTokenizer())
-    assert [decoder.push([byte]) for byte in "é🎉".encode()] == ["", "é", "", "", "", "🎉"]
-    assert decoder.push([0xE2]) == ""
-    assert decoder.flush() == "\ufffd"
-    assert decoder.flush() == ""
-
-
 def test_bytes_are_the_ids() -> None:
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
     assert (tokenizer.vocab_size, tokenizer.document_start, tokenizer.document_end) == (257, 256, 256)
     assert tokenizer.decode([97, 0xC3, 98]) == "a\ufffdb"
+    decoder = StreamDecoder(tokenizer)  # holds half a character back
+    assert [decoder.push([byte]) for byte in "é🎉".encode()] == ["", "é", "", "", "", "🎉"]
+    assert (decoder.push([0xE2]), decoder.flush(), decoder.flush()) == ("", "\ufffd", "")
 
 
-def test_borders_have_well_known_names(bpe_folder: Path, byte_fallback_file: Path) -> None:
-    bpe, fallback = load_tokenizer(str(bpe_folder)), load_tokenizer(str(byte_fallback_file))
-    assert bpe.document_start == bpe.document_end == 0
-    assert (fallback.document_start, fallback.document_end) == (1, 2)
-    assert (bpe.special_ids, fallback.special_ids) == (frozenset({0, 1}), frozenset({0, 1, 2}))
+def test_borders_and_special_ids_have_well_known_names(
+    bpe_folder: Path, byte_fallback_file: Path, sentencepiece_file: Path
+) -> None:
+    for spec, borders, named in (
+        (bpe_folder, (0, 0), {"<|endoftext|>": 0, "<|pad|>": 1}),
+        (byte_fallback_file, (1, 2), {"<unk>": 0, "<s>": 1, "</s>": 2}),
+        (sentencepiece_file, (1, 2), {"<s>": 1, "</s>": 2}),
+        ("bytes", (256, 256), {"<|endoftext|>": 256}),
+    ):
+        tokenizer = load_tokenizer(str(spec))
+        assert (tokenizer.document_start, tokenizer.document_end) == borders
+        assert tokenizer.special_texts == named and tokenizer.special_ids == frozenset(named.values())
 
 
 @pytest.mark.parametrize(
@@ -199,35 +187,26 @@ def test_missing_path(spec: str) -> None:
         load_tokenizer(spec)
 
 
-def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(
-        FileNotFoundError, match=r"must hold tokenizer\.json or tokenizer\.model; .* has \['notes.txt'\]"
-    ):
-        load_tokenizer(str(tmp_path))
+WITHOUT_END = '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
 
 
-@pytest.mark.parametrize(("name", "kind"), [("tokenizer.json", "a tokenizer.json"), ("x.model", "a SentencePiece")])
-def test_damaged_file(tmp_path: Path, name: str, kind: str) -> None:
-    (tmp_path / name).write_text('{"version": ')
-    with pytest.raises(ValueError, match=f"{re.escape(name)} must be {kind}.*could not be read"):
-        load_tokenizer(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_damaged_configuration(write_config: Callable[[object], Path], content: str) -> None:
-    folder = write_config({})
-    (folder / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json must"):
-        load_tokenizer(str(folder))
-
-
-def test_tokenizer_without_a_document_end(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Library
-    from tokenizers import models
-
-    Library(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="must have a token for the end of a document.*" + re.escape(END_TOKENS[0])):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"notes.txt": "x"}, r"must hold tokenizer\.json or tokenizer\.model; .* has \['notes.txt'\]"),
+        ({"tokenizer.json": '{"version": '}, r"tokenizer\.json must be a tokenizer\.json.*could not be read"),
+        ({"tokenizer.model": '{"version": '}, r"tokenizer\.model must be a SentencePiece.*could not be read"),
+        ({"tokenizer_config.json": "{"}, r"tokenizer_config\.json must"),
+        ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json must"),
+        ({"tokenizer.json": WITHOUT_END}, "a token for the end of a document.*" + re.escape(END_TOKENS[0])),
+    ],
+)
+def test_damaged_folder(files: dict[str, str], message: str, tmp_path: Path, bpe_folder: Path) -> None:
+    if "tokenizer_config.json" in files:
+        shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
         load_tokenizer(str(tmp_path))
 
 

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.corpora import as_files, as_lines, as_shards
 
 from gecko.cli.arguments import named_text
 from gecko.data import ByteTokenizer, DataRequest, TokenizedCorpus, TrainingData, open_training_data
-from gecko.data.packing import held_out_count
 from gecko.data.readers import check_plain_text
 from gecko.eval.scored_model import open_texts
 from gecko.runtime.process import require
@@ -22,8 +19,6 @@ from gecko.runtime.process import require
 LENGTH = 8
 TRAINED = [f"trained on {number:02d}" for number in range(20)]
 HELD_OUT = [f"held out {number}" for number in range(7)]
-
-
 KINDS = [as_shards, as_lines, as_files]
 Kind = Callable[[list[str], Path], str]
 
@@ -44,14 +39,7 @@ def documents(corpus: TokenizedCorpus) -> list[str]:
     return [bytes(corpus.document(index)[1:-1].tolist()).decode() for index in range(len(corpus))]
 
 
-def first_epoch(data: TrainingData) -> list[int]:
-    """Return the tokens of the rows without padding, which is 0."""
-    rows = (data.rows.row(index)[0].tolist() for index in range(data.rows.rows_per_epoch))
-    return [token for row in rows for token in row if token]
-
-
-@pytest.mark.parametrize("held_out_kind", KINDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "held_out_kind"), [*zip(KINDS, KINDS, strict=True), (as_shards, as_files)])
 def test_all_of_the_source_trains_and_all_of_the_other_is_held_out(
     kind: Kind, held_out_kind: Kind, folders: tuple[Path, Path]
 ) -> None:
@@ -60,9 +48,11 @@ def test_all_of_the_source_trains_and_all_of_the_other_is_held_out(
     for seed in range(3):
         data = opened(source, validation, seed)
         assert (data.documents, data.tokens) == (len(TRAINED), sum(len(text) + 2 for text in TRAINED))
+        rows = (data.rows.row(index)[0].tolist() for index in range(data.rows.rows_per_epoch))
+        epoch = [token for row in rows for token in row if token]  # padding is 0
         # The last token of the corpus is only a target, unless padding follows it.
-        assert data.tokens - 1 - len(first_epoch(data)) in range(-1, LENGTH)
-        assert set(first_epoch(data)) <= set("".join(TRAINED).encode()) | {256}
+        assert data.tokens - 1 - len(epoch) in range(-1, LENGTH)
+        assert set(epoch) <= set("".join(TRAINED).encode()) | {256}
         orders.append(documents(data.held_out(10**6)))
         assert data.held_out_documents == len(HELD_OUT)
         assert data.held_out_tokens == sum(len(text) + 2 for text in HELD_OUT)
@@ -72,9 +62,13 @@ def test_all_of_the_source_trains_and_all_of_the_other_is_held_out(
     assert sorted(orders[0]) == HELD_OUT
 
 
-def test_a_single_document_may_be_held_out(folders: tuple[Path, Path]) -> None:
-    data = opened(as_lines(TRAINED, folders[0]), as_files(["alone"], folders[1]))
-    assert documents(data.held_out(100)) == ["alone"]
+def test_a_single_document_may_be_held_out_or_a_fraction(folders: tuple[Path, Path]) -> None:
+    source = as_lines(TRAINED, folders[0])
+    assert documents(opened(source, as_files(["alone"], folders[1])).held_out(100)) == ["alone"]
+    data = opened(source, None)
+    assert (data.documents, data.held_out_documents) == (14, 6)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        opened(source, str(folders[1] / "missing"))
 
 
 def test_all_of_a_mixture_trains(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -84,47 +78,29 @@ def test_all_of_a_mixture_trains(folders: tuple[Path, Path], tmp_path: Path) -> 
     assert sorted(documents(data.held_out(10**6))) == HELD_OUT
 
 
-def test_without_it_a_fraction_is_held_out(folders: tuple[Path, Path]) -> None:
-    data = opened(as_lines(TRAINED, folders[0]), None)
-    assert (data.documents, data.held_out_documents) == (14, 6)
-
-
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("how", ["same", "folder", "glob", "link", "shards"])
-def test_what_is_trained_on_is_not_held_out(how: str, mixed: bool, folders: tuple[Path, Path], tmp_path: Path) -> None:
-    source = (as_shards if how == "shards" else as_files)(TRAINED, folders[0])
+@pytest.mark.parametrize(
+    ("validation", "named"),
+    [
+        ("SOURCE", "train/00"), ("train", "train/00"), ("train/0[35].txt", "train/03.txt"),
+        ("link.txt", "train/03.txt"), ("rest/../train/shards/", "train/shards"),
+    ],
+)  # fmt: skip
+def test_what_is_trained_on_is_not_held_out(
+    validation: str, named: str, mixed: bool, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source = (as_shards if "shards" in named else as_files)(TRAINED, folders[0])
     (tmp_path / "link.txt").symlink_to(folders[0] / "03.txt")
-    validation = {
-        "same": source,
-        "folder": str(folders[0]),
-        "glob": str(folders[0] / "0[35].txt"),
-        "link": str(tmp_path / "link.txt"),
-        "shards": f"{tmp_path}/rest/../train/shards/",
-    }[how]
-    named = folders[0] / "shards" if how == "shards" else folders[0] / ("03.txt" if how in ("glob", "link") else "00")
+    held_out = source if validation == "SOURCE" else f"{tmp_path}/{validation}"
     with pytest.raises(ValueError, match=r"data\.validation must hold other texts") as caught:
-        opened("ignored" if mixed else source, validation, sources=(f"{source}=1",) if mixed else ())
-    assert str(named) in str(caught.value)
-    assert ("and 1 more" in str(caught.value)) == (how == "glob")
+        opened("ignored" if mixed else source, held_out, sources=(f"{source}=1",) if mixed else ())
+    assert str(tmp_path / named) in str(caught.value)
+    assert ("and 1 more" in str(caught.value)) == ("[35]" in validation)
 
 
 def test_a_data_set_and_its_default_split_are_the_same() -> None:
     with pytest.raises(ValueError, match=r"data\.validation must hold other texts .* wiki \(None, train\)"):
         opened("hf:wiki", "hf:wiki:train")
-
-
-def test_a_missing_source(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        opened(as_lines(TRAINED, folders[0]), str(folders[1] / "missing"))
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 100), st.floats(0, 1))
-def test_count_of_held_out_documents_up_to_the_second_layout(count: int, fraction: float) -> None:
-    if fraction in (0, 1):
-        assert held_out_count(count, fraction, 2, 1) == fraction * count
-    elif count > 1:
-        assert 1 <= held_out_count(count, fraction, 2, 1) < count
 
 
 # ---- Commands that read one text refuse files of records: markup is not text, and these commands have no field option.
@@ -140,33 +116,23 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
-@pytest.mark.parametrize("name", [*RECORDS, *OTHERS])
-def test_a_file_of_another_format_is_refused(name, reader, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(b'{"text": "hello"}\n')
-    with pytest.raises(ValueError, match=r"must be plain text; got .* rename it to end in \.txt"):
-        reader(str(path))
+def test_a_file_of_another_format_is_refused_and_a_text_is_opened(reader, tmp_path):
+    for name in (*RECORDS, *OTHERS, *PLAIN):
+        path = tmp_path / name
+        path.write_bytes(b'{"text": "hello"}\n')
+        if name in PLAIN:
+            check_plain_text(path)
+            assert reader(str(path))
+        else:
+            with pytest.raises(ValueError, match=r"must be plain text; got .* rename it to end in \.txt"):
+                reader(str(path))
 
 
-@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_text_is_opened(name, reader, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(b"hello")
-    check_plain_text(path)
-    assert reader(str(path))
-
-
-def test_module_that_is_there() -> None:
+def test_modules_that_are_missing_name_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks a dependency speaks for itself."""
     assert require("json", "data") is json
-
-
-def test_missing_module_names_the_command() -> None:
     with pytest.raises(ImportError, match=r"'not_a_module\.part'.*pip install 'gecko-lm\[data\]'"):
         require("not_a_module.part", "data")
-
-
-def test_module_that_lacks_a_dependency_speaks_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lacks_one.py").write_text("import another_missing_module")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ModuleNotFoundError, match="another_missing_module") as caught:

@@ -20,7 +20,6 @@ import tempfile
 import time
 import traceback
 import urllib.request
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from documents.first_hour import free_port
 from documents.forms import differences, form, form_of_values, missing_lines
-from documents.plan import PAGES, ROOT, Note, Step, name_of, settings, steps
+from documents.plan import PAGES, ROOT, Step, name_of, settings, steps
 from documents.warm import __file__ as warm_file
 from documents.warm import warm
 
@@ -117,7 +116,7 @@ class Page:
             return f"exit code {code}, expected {expected}\n{(out + err)[-3000:]}"
         if not WRITES_TEXT.search(command):
             return _compare(step, out)
-        missing = missing_lines(step.output, _without(step.note, err)) if step.output else []
+        missing = missing_lines(step.output, step.note.kept(err)) if step.output else []
         return "\n".join(("printed, but not on the page:", *missing)) if missing else ""
 
     def _python(self, step: Step) -> str:
@@ -152,14 +151,8 @@ class Page:
 def _compare(step: Step, printed: str, kind: Any = form) -> str:
     if not step.output or step.note.free:
         return ""
-    shown, printed = (_without(step.note, text) for text in (step.output, printed))
-    problem = differences(shown, printed, kind)
+    problem = differences(step.note.kept(step.output), step.note.kept(printed), kind)
     return f"{problem}\nprinted:\n{printed[-6000:]}" if problem else ""
-
-
-def _without(note: Note, text: str) -> str:
-    """Leave out the lines that depend on the machine."""
-    return "\n".join(line for line in text.splitlines() if not note.varies or not re.search(note.varies, line))
 
 
 def _read(path: Path) -> str:
@@ -183,21 +176,18 @@ def make_folder(folder: Path, gecko: str) -> None:
         program.chmod(0o755)
     (folder / "examples").symlink_to(ROOT / "examples")
     exec(settings()["texts"], {"folder": folder})
-    shell = Shell(folder, free_port())
-    try:
+    with contextlib.closing(Shell(folder, free_port())) as shell:
         for command in settings()["models"]:
             code, out, err = shell.run(command.replace("GECKO", gecko))
             if code != 0:
                 raise RuntimeError(f"{command}\n{out}{err}")
-    finally:
-        shell.close()
 
 
-def check(path: Path, made: Path, folder: Path) -> Iterator[str]:
-    """Run a page in ``folder``, a copy of ``made``; yield what is wrong."""
-    to_run = [step for step in steps(path) if not step.note.not_run]
+def check(path: Path, made: Path, folder: Path) -> list[str]:
+    """Run a page in ``folder``, a copy of ``made``; return what is wrong."""
+    to_run, found = [step for step in steps(path) if not step.note.not_run], list[str]()
     if not to_run:
-        return
+        return found
     shutil.copytree(made, folder, symlinks=True)
     page = Page(folder)
     try:
@@ -205,29 +195,15 @@ def check(path: Path, made: Path, folder: Path) -> Iterator[str]:
             begin = time.perf_counter()
             try:
                 wrong = page.run(step)
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
+            except (Exception, SystemExit):
                 wrong = traceback.format_exc(limit=-3)
             print(f"{'FAILED' if wrong else 'ok':6} {time.perf_counter() - begin:5.1f} s  {step.place}", flush=True)
             if wrong:
-                yield f"{step.place}\n{step.runnable}\n{wrong}\n"
+                found.append(f"{step.place}\n{step.runnable}\n{wrong}\n")
     finally:
         page.shell.close()
         shutil.rmtree(folder)
-
-
-def _check_all(pages: Sequence[Path], made: Path, temporary: Path) -> list[str]:
-    """Check pages in as many processes as there are processors, those with the most to run first."""
-    longest_first = sorted(pages, key=lambda path: len(steps(path)), reverse=True)
-    folders = [temporary / str(number) for number in range(len(pages))]
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(_check_whole, longest_first, [made] * len(pages), folders)
-        return [problem for problems in found for problem in problems]
-
-
-def _check_whole(path: Path, made: Path, folder: Path) -> list[str]:
-    return list(check(path, made, folder))
+    return found
 
 
 def main() -> int:
@@ -242,9 +218,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="documents-", ignore_cleanup_errors=True) as temporary:
         made, address = Path(temporary) / "made", f"{temporary}/socket"
         made.mkdir()
-        with warm(address):
+        longest_first = sorted(pages, key=lambda path: len(steps(path)), reverse=True)
+        folders = [Path(temporary, str(number)) for number in range(len(pages))]
+        with warm(address), ProcessPoolExecutor(os.cpu_count()) as pool:
             make_folder(made, f"{sys.executable} -S {warm_file} {address}")
-            wrong = _check_all(pages, made, Path(temporary))
+            found = pool.map(check, longest_first, [made] * len(pages), folders)
+            wrong = [problem for problems in found for problem in problems]
     print(*wrong, sep="\n" + "-" * 80 + "\n")
     left = sum(bool(step.note.not_run) for path in pages for step in steps(path))
     print(f"{len(wrong)} problems; {left} commands and blocks are not run, for the reasons in pages.toml")

@@ -138,10 +138,7 @@ class Hour:
 def _compare(step: Step, printed: str) -> str:
     if not step.output or step.note.free:
         return ""
-    shown, printed = (
-        "\n".join(line for line in text.splitlines() if not step.note.varies or not re.search(step.note.varies, line))
-        for text in (step.output, printed)
-    )
+    shown, printed = step.note.kept(step.output), step.note.kept(printed)
     if TEXT.search(step.text):
         found = lines_of(printed)
         missing = [line for line in lines_of(shown) if ABOUT.match(line) and line not in found]

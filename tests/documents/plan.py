@@ -1,17 +1,24 @@
-"""What is run of the documents, and how: their blocks with the notes of ``pages.toml``."""
+"""What is run of the documents, and how: the commands and snippets of a page with the notes of ``pages.toml``."""
 
+import re
+import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from documents.blocks import Block, Command, blocks, commands, table_commands
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+_FENCE = re.compile(
+    r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$',
+    re.MULTILINE | re.DOTALL,
+)
+_CELL = re.compile(r"\| `(?P<text>(?:gecko|torchrun) [^`|]+)` (?=\|)")
+_PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|…|\.\.\.")
+_INDENTED = re.compile(r"^ {4,}(?:\$ )?(?:gecko|python|pip|make|torchrun) .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,9 @@ class Note:
     free: bool = False
     """Whether the output is text of a model, of which nothing can be compared."""
 
-    def suits(self, page: str, text: str) -> bool:
-        return fnmatch(page, self.page) and text.startswith(self.starts)
+    def kept(self, text: str) -> str:
+        """Leave out the lines that depend on the machine."""
+        return "\n".join(line for line in text.splitlines() if not self.varies or not re.search(self.varies, line))
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,14 @@ class Step:
 
     page: str
     line: int
+    """Line of the page on which the text begins."""
     kind: str
     """``command``, ``python``, ``file`` (a snippet to be saved) or ``other`` (neither)."""
     text: str
-    output: str
-    title: str
-    note: Note
+    output: str = ""
+    title: str = ""
+    """Name of the file as which the page says to save the text."""
+    note: Note = field(default_factory=lambda: Note(""))
 
     @property
     def place(self) -> str:
@@ -85,33 +95,47 @@ def name_of(path: Path) -> str:
 
 def steps(path: Path) -> list[Step]:
     """Return what a page shows, in its order. The first note of ``pages.toml`` that suits is taken."""
-    found = [*_block_steps(path), *(_command_step(path, command) for command in table_commands(path))]
+    name, found = name_of(path), []
+    for step in shown_steps(path.read_text(encoding="utf-8"), name):
+        suitable = (note for note in notes() if fnmatch(name, note.page) and step.text.startswith(note.starts))
+        found.append(replace(step, note=next(suitable, Note(name))))
+    return found
+
+
+def shown_steps(content: str, name: str) -> list[Step]:
+    """Return the commands and snippets of a page with their outputs, in its order.
+
+    A command stands after ``$`` in a block, and continues on the next line after ``\\``; output follows it. The output
+    of a snippet is the block after it, if only empty lines lie between. Of tables, cells are commands without those
+    that have placeholders.
+    """
+    found, end, snippet = list[Step](), 0, False
+    for block in _FENCE.finditer(content):
+        line = content.count("\n", 0, block.start()) + 2
+        text = textwrap.dedent(block["text"]) if block["indent"] else block["text"]
+        lines, joined = text.splitlines(), not content[end : block.start()].strip()
+        starts = [number for number, row in enumerate(lines) if row.startswith("$ ")]
+        if block["language"] == "python":
+            title = block["title"] or ""
+            found.append(Step(name, line, "file" if title else "python", text, title=title))
+        elif starts:
+            for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
+                rest = start
+                while lines[rest].endswith("\\") and rest + 1 < stop:
+                    rest += 1
+                command = "\n".join(lines[start : rest + 1]).removeprefix("$ ")
+                found.append(Step(name, line + start, "command", command, "\n".join(lines[rest + 1 : stop])))
+        elif snippet and joined and not block["language"]:
+            found[-1] = replace(found[-1], output=text)
+        else:
+            found.append(Step(name, line, "other", text))
+        end, snippet = block.end(), block["language"] == "python"
+    for cell in _CELL.finditer(content):
+        if not _PLACEHOLDER.search(cell["text"]):
+            found.append(Step(name, content.count("\n", 0, cell.start()) + 1, "command", cell["text"]))
     return sorted(found, key=lambda step: step.line)
 
 
-def _block_steps(path: Path) -> Iterator[Step]:
-    shown = list(blocks(path))
-    for number, block in enumerate(shown):
-        if block.language == "python":
-            kind = "python" if block.title is None else "file"
-            after = shown[number + 1] if number + 1 < len(shown) else None
-            output = after.text if after is not None and _is_output(after) else ""
-            yield _step(path, block.line, kind, block.text, output, block.title or "")
-        elif found := list(commands(block)):
-            yield from (_command_step(path, command) for command in found)
-        elif not (_is_output(block) and number and shown[number - 1].language == "python"):
-            yield _step(path, block.line, "other", block.text)
-
-
-def _is_output(block: Block) -> bool:
-    return not block.language and block.joined and not block.text.startswith("$ ")
-
-
-def _command_step(path: Path, command: Command) -> Step:
-    return _step(path, command.line, "command", command.text, command.output)
-
-
-def _step(path: Path, line: int, kind: str, text: str, output: str = "", title: str = "") -> Step:
-    page = name_of(path)
-    note = next((note for note in notes() if note.suits(page, text)), Note(page))
-    return Step(page, line, kind, text, output, title, note)
+def indented_commands(content: str) -> list[str]:
+    """Return the lines outside of fenced blocks that show a command by indentation, which no reader of blocks sees."""
+    return _INDENTED.findall(_FENCE.sub("", content))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -34,21 +35,11 @@ def build(folder: Path) -> Path:
     """Build wheel and sdist twice, compare them, and return the wheel."""
     built = []
     for place in (folder / "first", folder / "second"):
-        run(
-            sys.executable,
-            "-m",
-            "hatchling",
-            "build",
-            "-d",
-            place,
-            cwd=ROOT,
-            env=os.environ | {"SOURCE_DATE_EPOCH": "0"},
-        )
+        hatch = (sys.executable, "-m", "hatchling", "build", "-d", place)
+        run(*hatch, cwd=ROOT, env=os.environ | {"SOURCE_DATE_EPOCH": "0"})
         built.append({path.name: path.read_bytes() for path in sorted(place.iterdir())})
     if built[0] != built[1] or len(built[0]) != 2:
-        raise RuntimeError(
-            f"two builds must give one wheel and one sdist, equal in bytes; got {[*built[0], *built[1]]}"
-        )
+        raise RuntimeError(f"two builds must give a wheel and an sdist, equal in bytes; got {[*built[0], *built[1]]}")
     return next((folder / "first").glob("*.whl"))
 
 
@@ -72,15 +63,10 @@ def check_changelog(*, final: bool) -> None:
         raise RuntimeError(f"the changelog must begin with {version[1]} and its day; got {heading[0]!r}")
 
 
-def environment(python: Path, folder: Path) -> Path:
-    """Make an environment without packages; return its Python."""
-    run(python, "-m", "venv", folder)
-    return folder / "bin" / "python"
-
-
 def check_installed(python: Path, wheel: Path, folder: Path) -> None:
     """Install the wheel alone and with its dependencies, which must agree, and write a text with the shipped model."""
-    new = environment(python, folder)
+    run(python, "-m", "venv", folder)
+    new = folder / "bin" / "python"
     run(new, "-m", "pip", "install", "--quiet", wheel)
     run(new, "-m", "pip", "check")
     text = run(new, "-m", "gecko", "generate", "books", "--prompt", "It was ", "-n", "20", "--seed", "1", cwd=folder)
@@ -101,7 +87,8 @@ def check_container(name: str, folder: Path) -> None:
                     shutil.copytree(ROOT / source, into, dirs_exist_ok=True)
                 else:
                     shutil.copy(ROOT / source, into)
-    new = environment(Path(sys.executable), folder / "environment")
+    run(sys.executable, "-m", "venv", folder / "environment")
+    new = folder / "environment" / "bin" / "python"
     for line in lines:
         if line.startswith("RUN pip install "):
             command = line.removeprefix("RUN pip ").replace("/gecko[", f"{folder}/gecko[")
@@ -123,12 +110,11 @@ def pythons() -> Iterator[Path]:
     beside = Path(sys.base_prefix).parent
     for minor in range(11, 20):
         at_hand = [*sorted(beside.glob(f"3.{minor}.*/bin/python3")), shutil.which(f"python3.{minor}")]
-        works = (path for path in at_hand if path is not None and _has_venv(path))
-        yield from (Path(path) for path in [next(works, None)] if path is not None)
-
-
-def _has_venv(python: str | Path) -> bool:
-    return subprocess.run([str(python), "-c", "import ssl, venv"], capture_output=True, check=False).returncode == 0
+        for python in filter(None, at_hand):
+            has_venv = subprocess.run([str(python), "-c", "import ssl, venv"], capture_output=True, check=False)
+            if has_venv.returncode == 0:
+                yield Path(python)
+                break
 
 
 def main() -> int:
@@ -143,18 +129,16 @@ def main() -> int:
         wheel = build(folder)
         print("wheel and sdist are built twice with equal bytes: ok")
         checks: dict[str, Callable[[], None]] = {
-            "metadata": lambda: check_metadata(wheel),
-            "changelog": lambda: check_changelog(final=options.final),
+            "metadata": partial(check_metadata, wheel),
+            "changelog": partial(check_changelog, final=options.final),
             "notebook": check_notebook,
         }
         versions = {path.resolve().parents[1].name: path for path in pythons()} if options.pythons else {}
         for version, python in (versions or {"this Python": Path(sys.executable)}).items():
             target = folder / f"installed-{version.replace(' ', '-')}"
-            checks[f"installed on {version}"] = lambda python=python, target=target: check_installed(
-                python, wheel, target
-            )
+            checks[f"installed on {version}"] = partial(check_installed, python, wheel, target)
         for dockerfile in DOCKERFILES if options.containers else ():
-            checks[dockerfile] = lambda dockerfile=dockerfile: check_container(dockerfile, folder / dockerfile)
+            checks[dockerfile] = partial(check_container, dockerfile, folder / dockerfile)
         for title, check in checks.items():
             try:
                 check()

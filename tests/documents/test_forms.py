@@ -1,11 +1,10 @@
 """Blocks of a page, and what a terminal shows."""
 
 import sys
-from pathlib import Path
 
 import pytest
-from documents.blocks import blocks, commands, indented_commands, table_commands
 from documents.forms import differences, form_of_values, missing_lines
+from documents.plan import Step, indented_commands, shown_steps
 from documents.terminal import run_on_terminal, shown
 
 # ---- Blocks of a page, and the comparison of what a command prints with what its page shows.
@@ -36,25 +35,17 @@ print(1)
 """
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Path:
-    path = tmp_path / "page.md"
-    path.write_text(PAGE)
-    return path
-
-
-def test_blocks_and_commands_of_a_page(page: Path) -> None:
-    code, output, shown = blocks(page)
-    assert (code.language, code.line, code.joined, output.joined, shown.joined) == ("python", 4, False, True, False)
-    (command,) = commands(shown)
-    assert (command.text, command.output, command.line) == ("gecko train tiny \\\n    steps=1", "done in 3 s", 14)
-    assert [command.text for command in table_commands(page)] == ["gecko info demo"]
-
-
-def test_a_command_that_is_shown_by_indentation_is_found(page: Path) -> None:
-    assert indented_commands(page) == []
-    page.write_text(PAGE + "\nSo:\n\n    gecko train tiny\n\n1. Or\n\n       $ gecko info demo\n")
-    assert [line.strip() for line in indented_commands(page)] == ["gecko train tiny", "$ gecko info demo"]
+def test_blocks_and_commands_of_a_page() -> None:
+    assert shown_steps(PAGE, "page.md") == [
+        Step("page.md", 4, "python", "print(1)\n", "1\n"),
+        Step("page.md", 14, "command", "gecko train tiny \\\n    steps=1", "done in 3 s"),
+        Step("page.md", 21, "command", "gecko info demo"),
+    ]
+    apart = PAGE.replace("```\n\n```\n1", "```\n\nThen\n\n```\n1")
+    assert [(step.kind, step.output) for step in shown_steps(apart, "page.md")[:2]] == [("python", ""), ("other", "")]
+    indented = PAGE + "\nSo:\n\n    gecko train tiny\n\n1. Or\n\n       $ gecko info demo\n"
+    assert indented_commands(PAGE) == []
+    assert [line.strip() for line in indented_commands(indented)] == ["gecko train tiny", "$ gecko info demo"]
 
 
 TABLE = " length   value\n ──────────────\n 1,024     3.03\n\nintervals: bootstrap"

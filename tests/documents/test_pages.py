@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from documents import cli_page
-from documents.blocks import indented_commands
-from documents.plan import PAGES, ROOT, Step, name_of, notes, steps
+from documents.plan import PAGES, ROOT, Step, indented_commands, name_of, notes, steps
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_every_block_is_run_or_listed(path: Path) -> None:
     assert [step.place for step in steps(path) if step.kind == "other" and not step.note.not_run] == []
-    assert indented_commands(path) == [], "a command stands in a fenced block after $, where the check finds it"
+    place = "a command stands in a fenced block after $, where the check finds it"
+    assert indented_commands(path.read_text(encoding="utf-8")) == [], place
     for step in steps(path):
         if not step.note.not_run:
             assert step.runnable

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 IMPORTED = (
     "gecko.cli.eval", "gecko.cli.generate", "gecko.cli.train", "gecko.data", "gecko.eval",
@@ -45,19 +45,12 @@ def listen(address: str) -> None:
         print(flush=True)
         while True:
             connection, _ = listener.accept()
-            _reap()
+            with suppress(ChildProcessError):  # none has ended
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
             if os.fork() == 0:
                 _run(connection)
             connection.close()
-
-
-def _reap() -> None:
-    """Take note of the forks that have ended."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
 
 
 def _run(connection: socket.socket) -> None:

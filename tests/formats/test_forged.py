@@ -1,6 +1,7 @@
 """No stored file ends a process, holds it up, or gives a traceback: it is refused by a message, or means what it says.
 
-Every tensor of every stored form is forged in every way, with its checksums made anew.
+Tensors of every stored form are forged, with their checksums made anew: counts in every way, each other tensor in a
+third of the ways, in turn.
 """
 
 import json
@@ -77,13 +78,11 @@ def forge(
     Args:
         parts: only tensors are forged whose names contain one of these.
     """
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    for name, tensor in tensors.items():
-        if not any(part in name for part in parts):
-            continue
-        changes = FORGERIES | (COUNTS if tensor.dtype == torch.int64 and "segment" not in name else {})
-        for forgery, change in changes.items():
+    tensors = tensors_of(path)
+    for number, name in enumerate(name for name in tensors if any(part in name for part in parts)):
+        tensor = tensors[name]
+        changes = list((FORGERIES | (COUNTS if tensor.dtype == torch.int64 and "segment" not in name else {})).items())
+        for forgery, change in changes if tensor.dtype == torch.int64 else changes[number % 3 :: 3]:
             forged = change(tensor if tensor.dim() else tensor[None])
             same = forged.shape == tensor.shape and forged.dtype == tensor.dtype
             if not same or not ("order" in forgery or torch.equal(forged, tensor)):
@@ -95,6 +94,11 @@ def forge(
         yield f"{name}.more", "unknown"
     write({})
     yield "every tensor", "missing"
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -116,6 +120,10 @@ def faults(opener: Opener, door: str, place: Path, cases: Iterator[tuple[str, st
     return found
 
 
+def unrefused(answers: dict[str, str]) -> dict[str, str]:
+    return {case: answer for case, answer in answers.items() if not answer.startswith("refused")}
+
+
 @pytest.mark.parametrize(
     ("form", "parts"),
     [
@@ -135,23 +143,19 @@ def test_no_forged_weight_is_read(opener: Opener, tmp_path: Path, form: str, par
     assert not faults(opener, door, folder, forge(file, lambda tensors: save_tensors(file, tensors, about), parts))
 
 
-def test_no_forged_state_is_continued(opener: Opener, tmp_path: Path) -> None:
+@pytest.fixture
+def state_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return the copy of a state beside its model."""
     shutil.copytree(FILES / "model", tmp_path / "model")
-    shutil.copy(FILES / "book.state", tmp_path / "book.state")
-    file = tmp_path / "book.state"
-    about = metadata(file)
-    assert opener.open("state", file).startswith("opened")
-    assert not faults(opener, "state", file, forge(file, lambda tensors: save_tensors(file, tensors, about)))
+    return Path(shutil.copy(FILES / request.param, tmp_path))
 
 
-def test_no_state_of_another_dtype_is_continued(opener: Opener, tmp_path: Path) -> None:
-    shutil.copytree(FILES / "model", tmp_path / "model")
-    file = tmp_path / "book.state"
-    with safe_open(FILES / "book.state", "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    about = metadata(FILES / "book.state")
-    save_tensors(file, tensors, about)
+@pytest.mark.parametrize("state_file", ["book.state"], indirect=True)
+def test_no_forged_state_is_continued(opener: Opener, state_file: Path) -> None:
+    """Nor a state of another dtype."""
+    about, tensors, file = metadata(state_file), tensors_of(state_file), state_file
     right, answers = opener.open("state", file), {}
+    assert not faults(opener, "state", file, forge(file, lambda tensors: save_tensors(file, tensors, about)))
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         save_tensors(file, {n: x.to(dtype) if x.is_floating_point() else x for n, x in tensors.items()}, about)
         answers[str(dtype)] = opener.open("state", file)
@@ -160,14 +164,10 @@ def test_no_state_of_another_dtype_is_continued(opener: Opener, tmp_path: Path) 
     assert all(answer.startswith(("opened", "refused")) for answer in answers.values()), answers
 
 
-def test_no_forged_compact_state_is_continued(opener: Opener, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state_file", ["compact.state"], indirect=True)
+def test_no_forged_compact_state_is_continued(opener: Opener, state_file: Path) -> None:
     """The metadata of a file are forged too."""
-    shutil.copytree(FILES / "model", tmp_path / "model")
-    file = tmp_path / "compact.state"
-    shutil.copy(FILES / "compact.state", file)
-    with safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-    about = metadata(file)
+    about, tensors = metadata(state_file), tensors_of(state_file)
     rounded = json.loads(about["rounded"])
     first = next(iter(rounded))
     cases = {
@@ -192,9 +192,9 @@ def test_no_forged_compact_state_is_continued(opener: Opener, tmp_path: Path) ->
     answers = {}
     for case, changes in cases.items():
         forged = {name: text for name, text in {**about, **changes}.items() if text is not None}
-        save_tensors(file, tensors, forged)
-        answers[case] = opener.open("state", file)
-    assert not {case: answer for case, answer in answers.items() if not answer.startswith("refused")}
+        save_tensors(state_file, tensors, forged)
+        answers[case] = opener.open("state", state_file)
+    assert not unrefused(answers)
 
 
 @pytest.mark.parametrize("form", ["carried", "ranks", "adapters"])
@@ -283,16 +283,12 @@ def test_no_forged_shards_are_trained_on(opener: Opener, tmp_path: Path) -> None
             if suffix in changes:
                 (folder / f"00000.ds{suffix}").write_bytes(changes[suffix])  # type: ignore[arg-type]
         digests = [sha256(folder / f"00000.ds{suffix}") for suffix in ("", ".index", ".bytes")]
-        record = {
-            **shard,
-            "sha256": digests,
-            **{name: x for name, x in changes.items() if name in shard and case in cases},
-        }
-        vocabulary = manifest["tokenizer"]
-        tokenizer = {**vocabulary, **{name: x for name, x in changes.items() if name in vocabulary and case in fields}}
+        changed = {name: x for name, x in changes.items() if name in shard}
+        record = {**shard, "sha256": digests, **(changed if case in cases else {})}
+        tokenizer = {**manifest["tokenizer"], **(changes if case in fields else {})}
         (folder / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": tokenizer, "shards": [record]}))
         answers[case] = opener.open("shards", folder)
-    assert not {case: answer for case, answer in answers.items() if not answer.startswith("refused")}
+    assert not unrefused(answers)
 
 
 def test_files_name_no_files_outside_of_their_folder(opener: Opener, tmp_path: Path) -> None:
@@ -318,10 +314,9 @@ def test_files_name_no_files_outside_of_their_folder(opener: Opener, tmp_path: P
     for value in (float("inf"), 10**400, "x", None, []):
         (folder / "manifest.json").write_text(json.dumps({"files": {"config.json": {"bytes": value, "sha256": ""}}}))
         answers[f"manifest bytes {value}"[:99]] = opener.open("checkpoint", folder)
-    assert not {case: answer for case, answer in answers.items() if not answer.startswith("refused")}
+    assert not unrefused(answers)
 
 
-@pytest.mark.parametrize("opening", ["[", '{"a":'])
 @pytest.mark.parametrize(
     ("door", "name"),
     [
@@ -333,13 +328,12 @@ def test_files_name_no_files_outside_of_their_folder(opener: Opener, tmp_path: P
         ),
     ],
 )  # fmt: skip
-def test_json_that_is_nested_too_deep_is_refused(
-    opener: Opener, tmp_path: Path, door: str, name: str, opening: str
-) -> None:
+def test_json_that_is_nested_too_deep_is_refused(opener: Opener, tmp_path: Path, door: str, name: str) -> None:
     folder = tmp_path / Path(name).parent.name
     shutil.copytree(FILES / Path(name).parent, folder)
-    (folder / Path(name).name).write_text(opening * 100_000)
-    if door == "checkpoint" and "manifest" not in name:
-        signed(folder)
-    answer = opener.open(door, folder)
-    assert answer.startswith("refused") and Path(name).name in answer
+    for opening in ("[", '{"a":'):
+        (folder / Path(name).name).write_text(opening * 100_000)
+        if door == "checkpoint" and "manifest" not in name:
+            signed(folder)
+        answer = opener.open(door, folder)
+        assert answer.startswith("refused") and Path(name).name in answer

@@ -20,25 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gecko.data.tokenizers import SETTINGS, TEMPLATE, TOKENIZERS, TokenIds, Tokenizer
-from gecko.data.turns import (
-    CALL_CLOSING,
-    CALL_OPENINGS,
-    PLAIN_FORM,
-    CallForm,
-    Function,
-    FunctionCall,
-    Turn,
-    form_of,
-    plain_turns,
-)
+from gecko.data.turns import CALL_TEXTS, PLAIN_FORM, CallForm, Function, FunctionCall, Turn, form_of, plain_turns
 from gecko.io.files import read_object
 from gecko.runtime.process import require
 
 _Conversation = tuple[Sequence[Turn], Sequence[Function]]
-_LONGEST = 300
-"""Characters of a template's message that an error quotes."""
-_TOLD_ROLES = ("system", "developer", "tool")
-"""Roles whose messages a template must not leave out."""
+_LONGEST = 300  # characters of a template's message that an error quotes
+_TOLD_ROLES = ("system", "developer", "tool")  # roles whose messages a template must not leave out
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> TokenIds:
@@ -56,10 +44,8 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
 class Continuation(NamedTuple):
     """Ids between an answer and the next one."""
 
-    closing: list[int]
-    """End of the answer."""
-    turns: list[int]
-    """The next messages, and the beginning of the next answer; empty without messages."""
+    closing: list[int]  # end of the answer
+    turns: list[int]  # the next messages, and the beginning of the next answer; empty without messages
 
 
 DEFAULT_TEMPLATE = """\
@@ -75,17 +61,14 @@ DEFAULT_TEMPLATE = """\
 
 
 class PlainChat:
-    """Format for models without a template: role, colon and text per message, separated by empty lines.
-
-    The answer ends where the model starts the next message.
-    """
+    """Format for models without a template: role, colon and text per message, separated by empty lines. The answer ends
+    where the model starts the next message."""
 
     source = "the form User: … Assistant: …, as no chat template was found"
     """Description of the format's origin, for the log."""
     tuned = False
     """Whether the model has a chat template. Models without one were not tuned for chat."""
-    stops: Sequence[str] = ("\n\nUser:", "\n\nSystem:")
-    """Stop strings of an answer."""
+    stops: Sequence[str] = ("\n\nUser:", "\n\nSystem:")  # stop strings of an answer
     call_form = PLAIN_FORM
     """Form in which answers call functions; a template raises ValueError if a grammar could not enforce it."""
     call_marks: Mapping[str, int] = MappingProxyType({})
@@ -102,12 +85,9 @@ class PlainChat:
         return [self._tokenizer.document_start, *self._encode(messages, functions)]
 
     def continuation(self, messages: Sequence[Turn]) -> Continuation:
-        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
-
-        They depend on nothing before the answer, so that a state of constant size can stand for it.
-        """
-        closing = encode_text(self._tokenizer, "\n\n").tolist()
-        return Continuation(closing, self._encode(messages) if messages else [])
+        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there. They depend on
+        nothing before the answer, so that a state of constant size can stand for it."""
+        return Continuation(self.encode_answer("\n\n"), self._encode(messages) if messages else [])
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the ids of a text that a model wrote in an answer, with ``call_marks``."""
@@ -115,8 +95,8 @@ class PlainChat:
 
     def _encode(self, messages: Sequence[Turn], functions: Sequence[Function] = ()) -> list[int]:
         turns = plain_turns(messages, functions)
-        said = (f"{self._names[turn.role]}: {turn.content.strip()}\n\n" for turn in turns)
-        return encode_text(self._tokenizer, "".join(said) + "Assistant:").tolist()
+        said = "".join(f"{self._names[turn.role]}: {turn.content.strip()}\n\n" for turn in turns)
+        return self.encode_answer(said + "Assistant:")
 
 
 class TemplateChat:
@@ -201,7 +181,7 @@ class TemplateChat:
 
     @cached_property
     def call_marks(self) -> Mapping[str, int]:
-        written = (*CALL_OPENINGS, CALL_CLOSING, self.call_form.opening, self.call_form.closing)
+        written = (*CALL_TEXTS, self.call_form.opening, self.call_form.closing)
         return {text: index for text, index in self._specials.ids.items() if any(text in one for one in written)}
 
     def trained_pieces(
@@ -243,10 +223,8 @@ class TemplateChat:
     def _asked(
         self, text: str, messages: Sequence[Turn], functions: Sequence[Function], begin: int | None = None
     ) -> int:
-        """Return where the prompt for the answer after ``messages`` ends in ``text``.
-
-        The text of the answer begins with ``begin``, after spaces; None: at once.
-        """
+        """Return where the prompt for the answer after ``messages`` ends in ``text``. The text of the answer begins
+        with ``begin``, after spaces; None: at once."""
         prompt = self._prompt(messages, functions)
         if not text.startswith(prompt) or text[len(prompt) : begin or len(prompt)].strip():
             raise ValueError(
@@ -273,10 +251,8 @@ class TemplateChat:
     def _spans(
         self, messages: Sequence[Turn], learned: Collection[int], functions: Sequence[Function]
     ) -> tuple[str, dict[int, tuple[int, int]]]:
-        """Return the rendering of a conversation, and the beginning and end of each message in it.
-
-        Answers that are not learned, calls and their results may be changed by the template, and have no place.
-        """
+        """Return the rendering of a conversation, and the beginning and end of each message in it. Answers that are not
+        learned, calls and their results may be changed by the template, and have no place."""
         self._outline(messages, [place for place, turn in enumerate(messages) if turn.role == "tool"], functions)
         fixed = ("assistant", "tool")
         said = [(place in learned and not turn.calls) or turn.role not in fixed for place, turn in enumerate(messages)]
@@ -318,10 +294,8 @@ class TemplateChat:
         return parts
 
     def _end(self, parts: Sequence[str | int], inside: Collection[int] = ()) -> int:
-        """Return the number of parts up to the special token that ends an answer, none of those ``inside`` of it.
-
-        0 if there is none.
-        """
+        """Return the number of parts up to the special token that ends an answer, none of those ``inside`` of it. 0 if
+        there is none."""
         ends = self.stop_ids.difference(inside)
         return next((place + 1 for place, part in enumerate(parts) if part in ends), 0)
 
@@ -356,9 +330,7 @@ class TemplateChat:
 
 def _find(content: str, text: str, at: int, following: str) -> tuple[int, int] | None:
     """Return where ``text`` from ``at`` on holds ``content``, without spaces at its ends if need be, and ``following``.
-
-    None: it holds something else there.
-    """
+    None: it holds something else there."""
     core, lead, trail = content.strip(), content[: -len(content.lstrip()) or None], content[len(content.rstrip()) :]
     if (begin := text.find(core, at, at + len(content))) < 0 or not lead.endswith(text[at:begin]):
         return None
@@ -389,10 +361,8 @@ class Template(NamedTuple):
 
 
 def find_template(tokenizer: Tokenizer, model_folder: Path) -> Template | None:
-    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else None.
-
-    Errors are those of ``find_format``.
-    """
+    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else None. Errors
+    are those of ``find_format``."""
     folders = filter(None, (tokenizer.folder, model_folder))
     return next(filter(None, map(_read_template, folders)), None)
 
@@ -419,8 +389,7 @@ def _read_template(folder: Path) -> Template | None:
     return None if template is None else Template(template, config)
 
 
-def special_tokens(folder: Path) -> dict[str, int]:
-    """Return text and id of the special tokens."""
+def _special_tokens(folder: Path) -> dict[str, int]:
     added = _read_json(folder / TOKENIZERS[0]).get("added_tokens", [])
     decoder = _read_json(folder / SETTINGS[0]).get("added_tokens_decoder", {})
     with _naming(folder):
@@ -432,7 +401,6 @@ def special_tokens(folder: Path) -> dict[str, int]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Convert the errors of missing and unsuitable fields into one that names ``path``."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -451,7 +419,7 @@ def find_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None =
     if found is None:
         return PlainChat(tokenizer)
     # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
-    specials = {**special_tokens(found.path.parent), **tokenizer.special_texts}
+    specials = {**_special_tokens(found.path.parent), **tokenizer.special_texts}
     return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}", now)
 
 

@@ -23,20 +23,16 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-_MARK = "\ue000"
-"""Begins what replaces a part of a message while the template is rendered."""
+_MARK = "\ue000"  # begins what replaces a part of a message while the template is rendered
 _ITSELF, _BREAK, _STAND_INS = _MARK + "\ue001", _MARK + "\ue002", 0xF0000
 """Replacement of the mark itself; what divides special tokens; first of the characters that, after a mark, replace
 special tokens of one character, which cannot be divided."""
-_PART = 1 << 16
-"""Characters of a message that are processed in one call, which holds the GIL until it returns."""
+_PART = 1 << 16  # characters of a message that are processed in one call, which holds the GIL until it returns
 
 
 class SpecialTokens:
-    """Finds the special tokens of a rendered template, but not the same characters inside messages.
-
-    ``ids`` has the id of each, by its text.
-    """
+    """Finds the special tokens of a rendered template, but not the same characters inside messages. ``ids`` has the id
+    of each, by its text."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = dict(ids)
@@ -96,8 +92,7 @@ def _translate(text: str, table: Mapping[int, str]) -> str:
 _WORK, _WORK_OF_MESSAGE, _SIZE = 1 << 18, 1000, 1 << 20
 """Budget of a rendering (about a second), what each message adds to it, and the largest value that may be made."""
 _MOST_BITS = 1 << 12
-_CHEAP = ("count", "d", "default", "first", "last", "length")
-"""Filters that do not look at the elements."""
+_CHEAP = ("count", "d", "default", "first", "last", "length")  # filters that do not look at the elements
 _REFUSED = ("pprint", "random", "striptags", "sum", "urlize", "wordwrap")
 """Filters that are random, or slow in another way than the sizes of values tell."""
 _BY_CHARACTER = ("dictsort", "groupby", "map", "reject", "rejectattr", "select", "selectattr", "sort", "unique")

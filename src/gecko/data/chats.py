@@ -35,11 +35,9 @@ class RecordedChat(NamedTuple):
 
 
 def read_chats(source: str) -> Iterator[tuple[str, RecordedChat]]:
-    """Yield the chats of JSON Lines files, each after its place in the file for errors.
-
-    ``source`` is a file, a folder or a glob; ``.gz`` and ``.zst`` too. Raise FileNotFoundError if it names no file,
-    ValueError if a file is not JSON Lines, or a line is not a chat with an answer; the message names the line.
-    """
+    """Yield the chats of JSON Lines files, each after its place in the file for errors. ``source`` is a file, a folder
+    or a glob; ``.gz`` and ``.zst`` too. Raise FileNotFoundError if it names no file, ValueError if a file is not JSON
+    Lines, or a line is not a chat with an answer; the message names the line."""
     for path in find_files(source):
         if format_of(path) != "json lines":
             raise ValueError(f"chats must be JSON Lines (.jsonl), one object a line as {_EXPECTED}; got {path}.")
@@ -72,10 +70,11 @@ def _turn(message: object, where: str) -> Turn:
         call_id, name = (convert(message.get(field) or "", str, field) for field in ("tool_call_id", "name"))
     except FieldError as error:
         raise ValueError(f"{where} {error}") from error
-    content = message.get("content") or "" if calls else message.get("content", message)
-    if "role" not in message or content is message:
+    if "role" not in message or ("content" not in message and not calls):
         raise _no_chat(where, "no object with role and content")
-    weight = message.get("weight")
+    content, weight = message.get("content"), message.get("weight")
+    if calls:
+        content = content or ""
     if role not in ROLES:
         raise _no_chat(where, f"the role {role!r}, which is none of {', '.join(ROLES)}")
     if not isinstance(content, str):
@@ -103,8 +102,7 @@ def _no_chat(where: str, found: str) -> ValueError:
 class ChatCorpus:
     """Chats as token ids, in their order."""
 
-    tokens: list[NDArray[np.int64]]
-    """(length,) ids of each chat, up to the end of its last answer."""
+    tokens: list[NDArray[np.int64]]  # (length,) ids of each chat, up to the end of its last answer
     trained: list[NDArray[np.bool_]]
     """(length,) of each chat, True at the tokens that a model learns: answers and what ends them."""
 
@@ -143,10 +141,8 @@ class ChatCorpus:
         return ChatCorpus([self.tokens[chat] for chat in kept], [self.trained[chat] for chat in kept])
 
     def split(self, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> tuple[ChatCorpus, ChatCorpus]:
-        """Return training and held-out chats; see ``TokenizedCorpus.split``. Tokens of answers are counted.
-
-        A chat that is divided ends, in training, where the held-out end of its last answers begins.
-        """
+        """Return training and held-out chats; see ``TokenizedCorpus.split``. Tokens of answers are counted. A chat that
+        is divided ends, in training, where the held-out end of its last answers begins."""
         if not len(self):
             return self, self
         order = permutation(len(self), seed, SPLIT_STREAM)
@@ -212,8 +208,7 @@ class ChatRows:
 def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Divide items into groups of at most ``room`` in total: best fit, the largest items first. Raise ValueError if an
     item is larger than ``room``."""
-    groups: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # (room left, group), sorted
+    groups, left = list[list[int]](), list[tuple[int, int]]()  # room left and group, sorted
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         if sizes[item] > room:
             raise ValueError(f"an item must be at most {room}; got {sizes[item]}.")

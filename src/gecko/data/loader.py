@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -16,6 +16,7 @@ from gecko.data.packing import SPLIT_STREAM, Shuffle, TokenizedCorpus, permutati
 
 IGNORED = -100
 """Target that the loss ignores."""
+LANE_STREAM = 1 << 33  # first random stream of the epochs' first rows of lanes, beyond the streams of mixtures
 
 
 @dataclass(frozen=True)
@@ -48,75 +49,75 @@ class Rows(Protocol):
         """Return a row; calls may have any order and come from any thread."""
 
 
-class OrderedRows(Rows, Protocol):
-    """Rows that are cut, one after the other, out of all documents in one order per epoch."""
-
-    @property
-    def documents(self) -> int:
-        """Number of documents of an epoch."""
-
-    def ordered_row(self, epoch: int, place: int) -> Row:
-        """Return the row at ``place`` of the epoch, from 0, before rows are shuffled; it goes on where the row before
-        it ends. Segment ids are the places of the documents in the epoch's order."""
-
-
 class Loader:
     """Groups rows into batches. It has no state, so calls may have any order and come from any thread. Raise ValueError
     if the batch size is below 1."""
 
     def __init__(self, rows: Rows, batch_size: int) -> None:
         check_sizes(batch_size=batch_size)
-        self.rows, self.batch_size = rows, batch_size
-        self.rows_per_epoch = rows.rows_per_epoch
+        self.rows, self.batch_size, self.rows_per_epoch = rows, batch_size, rows.rows_per_epoch
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of a step: ``batch_size`` rows from row ``step * batch_size``. Raise ValueError if ``step``
-        is negative."""
+        """Return the rows from ``step * batch_size`` on. Raise ValueError if ``step`` is negative."""
         if step < 0:
             raise ValueError(f"step must be at least 0; got {step}.")
-        first = step * self.batch_size
-        return batch_of(self.rows, range(first, first + self.batch_size))
+        return batch_of(self.rows, range(step * self.batch_size, (step + 1) * self.batch_size))
 
 
 def batch_of(rows: Rows, indices: range) -> Batch:
     """Return the rows of the given indices as a batch."""
-    return _stack([rows.row(index) for index in indices])
+    return _stack(map(rows.row, indices))
 
 
-def _stack(rows: Sequence[Row]) -> Batch:
-    """Return rows as a batch."""
-    tokens, targets, segment_ids = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-    return Batch(tokens, targets, segment_ids)
+def _stack(rows: Iterable[Row]) -> Batch:
+    return Batch(*(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)))
 
 
-class PackedRows:
-    """Rows of a corpus in memory.
+class OrderedRows:
+    """Rows cut one after the other out of all documents in one order per epoch. ``row`` reads each epoch's shuffled, so
+    that a batch is not from one book."""
 
-    Every epoch concatenates all documents in a new random order and cuts them into rows of ``sequence_length + 1``
-    tokens. The last token of a row is the first of the next. The rows are shuffled too, so that a batch is not from one
-    book. Tokens at the end of an epoch that do not fill a row are left out of that epoch. The orders of the last two
-    epochs are cached. Raise ValueError if the corpus is shorter than a row, or the length or the seed is out of range.
-    """
+    rows_per_epoch: int
+    documents: int  # number of documents of an epoch
+    seed: int
+    streams: tuple[int, int]  # random stream of the first epoch's order of rows, and the step to the next one's
 
-    def __init__(self, corpus: TokenizedCorpus, sequence_length: int, seed: int) -> None:
-        self.sequence_length = sequence_length
-        self.rows_per_epoch = rows_in(corpus.num_tokens, sequence_length)
-        permutation(1, seed, SPLIT_STREAM)  # raises for a negative seed now, not at the first batch
-        self._corpus, self._seed, self.documents = corpus, seed, len(corpus)
-        # Two epochs, because one batch may have rows of two.
-        self._epoch = lru_cache(maxsize=2)(self._build_epoch)
+    def ordered_row(self, epoch: int, place: int) -> Row:
+        """Return the row at ``place`` of the epoch, before rows are shuffled; it goes on where the row before it ends.
+        Segment ids are the places of the documents in the epoch's order."""
+        raise NotImplementedError
 
     def row(self, index: int) -> Row:
         epoch, row = divmod(index, self.rows_per_epoch)
-        return numbered_from_zero(self.ordered_row(epoch, self._epoch(epoch)[1][row]))
+        first, step = self.streams
+        place = Shuffle(self.rows_per_epoch, self.seed, first + step * epoch)[row]
+        return _numbered_from_zero(self.ordered_row(epoch, place))
+
+
+class PackedRows(OrderedRows):
+    """Rows of a corpus in memory.
+
+    Every epoch concatenates all documents in a new random order and cuts them into rows of ``sequence_length + 1``
+    tokens. The last token of a row is the first of the next. Tokens at the end of an epoch that do not fill a row are
+    left out of that epoch. Raise ValueError if the corpus is shorter than a row, or the length or the seed is out of
+    range.
+    """
+
+    streams = (SPLIT_STREAM + 2, 2)
+
+    def __init__(self, corpus: TokenizedCorpus, sequence_length: int, seed: int) -> None:
+        self.rows_per_epoch = rows_in(corpus.num_tokens, sequence_length)
+        permutation(1, seed, SPLIT_STREAM)  # raises for a negative seed now, not at the first batch
+        self.sequence_length, self.seed, self.documents = sequence_length, seed, len(corpus)
+
+        @lru_cache(maxsize=2)  # one batch may have rows of two epochs
+        def laid_out(epoch: int) -> Callable[[int, int], Row]:
+            return _laid_out(corpus, permutation(len(corpus), seed, SPLIT_STREAM + 1 + 2 * epoch))
+
+        self._laid_out = laid_out
 
     def ordered_row(self, epoch: int, place: int) -> Row:
-        return self._epoch(epoch)[0].row(place * self.sequence_length, self.sequence_length)
-
-    def _build_epoch(self, epoch: int) -> tuple[_RowLayout, Shuffle]:
-        documents, rows = SPLIT_STREAM + 1 + 2 * epoch, SPLIT_STREAM + 2 + 2 * epoch
-        layout = _RowLayout(self._corpus, permutation(len(self._corpus), self._seed, documents))
-        return layout, Shuffle(self.rows_per_epoch, self._seed, rows)
+        return self._laid_out(epoch)(place * self.sequence_length, self.sequence_length)
 
 
 class PackedLoader(Loader):
@@ -145,40 +146,33 @@ def validation_batches(corpus: TokenizedCorpus, batch_size: int, sequence_length
     The last row is padded with a separate document that has no targets. Raise ValueError if a size is below 1.
     """
     check_sizes(batch_size=batch_size, sequence_length=sequence_length)
-    layout = _RowLayout(corpus, np.arange(len(corpus)))
-    begins = range(0, layout.num_tokens - 1, sequence_length)
+    row_at = _laid_out(corpus, np.arange(len(corpus)))
+    begins = range(0, corpus.num_tokens - 1, sequence_length)
     for first in range(0, len(begins), batch_size):
-        rows = [layout.row(begin, sequence_length) for begin in begins[first : first + batch_size]]
-        yield _stack([numbered_from_zero(row) for row in rows])
+        rows = (row_at(begin, sequence_length) for begin in begins[first : first + batch_size])
+        yield _stack(map(_numbered_from_zero, rows))
 
 
-class _RowLayout:
-    """Concatenation of all documents of a corpus in one order."""
+def _laid_out(corpus: TokenizedCorpus, order: NDArray[np.int64]) -> Callable[[int, int], Row]:
+    """Concatenate the documents in ``order``. Return a function of begin and length that returns the row there; past
+    the end it has zeros without targets."""
+    offsets, borders = corpus.offsets[order], np.cumsum(np.append(0, corpus.lengths[order]))
 
-    def __init__(self, corpus: TokenizedCorpus, order: NDArray[np.int64]) -> None:
-        self.tokens, self.num_tokens = corpus.tokens, corpus.num_tokens
-        # Start of each document in the tokens; starts in the layout, and its length.
-        self.offsets, self.borders = corpus.offsets[order], np.cumsum(np.append(0, corpus.lengths[order]))
+    def row(begin: int, length: int) -> Row:
+        end = min(begin + length + 1, corpus.num_tokens)
+        first = int(np.searchsorted(borders, begin, side="right")) - 1
+        last = int(np.searchsorted(borders, end, side="left"))
+        counts = np.diff(np.clip(borders[first : last + 1], begin, end))
+        shift = np.repeat(offsets[first:last] - borders[first:last], counts)
+        tokens = corpus.tokens[np.arange(begin, end) + shift].astype(np.int64)
+        return make_row(tokens, np.repeat(np.arange(first, last), counts), length)
 
-    def row(self, begin: int, length: int) -> Row:
-        """Return the row that starts at ``begin``; past the layout's end it has zeros without targets. Segment ids are
-        the places of the documents in the layout."""
-        end = min(begin + length + 1, self.num_tokens)
-        first = int(np.searchsorted(self.borders, begin, side="right")) - 1
-        last = int(np.searchsorted(self.borders, end, side="left"))
-        borders = np.clip(self.borders[first : last + 1], begin, end)
-        counts = np.diff(borders)
-        shift = np.repeat(self.offsets[first:last] - self.borders[first:last], counts)
-        tokens = self.tokens[np.arange(begin, end) + shift].astype(np.int64)
-        segments = np.repeat(np.arange(first, last), counts)
-        return make_row(tokens, segments, length)
+    return row
 
 
 def make_row(tokens: NDArray[np.int64], segments: NDArray[np.int64], length: int) -> Row:
-    """Make a row of up to ``length + 1`` consecutive tokens and the indices of their documents.
-
-    Fewer tokens are padded with zeros, as a separate document without targets.
-    """
+    """Make a row of up to ``length + 1`` consecutive tokens and the indices of their documents. Fewer tokens are padded
+    with zeros, as a separate document without targets."""
     filled = len(tokens)
     missing = length + 1 - filled
     tokens = np.pad(tokens, (0, missing))
@@ -188,8 +182,7 @@ def make_row(tokens: NDArray[np.int64], segments: NDArray[np.int64], length: int
     return tokens[:-1], targets, segments[:-1]
 
 
-def numbered_from_zero(row: Row) -> Row:
-    """Return the row with segment ids from 0."""
+def _numbered_from_zero(row: Row) -> Row:
     tokens, targets, segments = row
     return tokens, targets, segments - segments[0]
 
@@ -199,10 +192,6 @@ def check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1; got {value}.")
-
-
-LANE_STREAM = 1 << 33
-"""First random stream of the epochs' first rows, beyond the streams of mixtures."""
 
 
 class LaneRows:

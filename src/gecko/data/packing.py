@@ -18,15 +18,12 @@ _MASK = (1 << 64) - 1
 
 
 class Shuffle:
-    """Permutation of ``range(count)`` in constant memory; it depends on its arguments alone.
-
-    A Feistel network permutes the next even power of two. A result outside ``count`` is mapped again until it is
-    inside, fewer than four times on average.
-    """
+    """Permutation of ``range(count)`` in constant memory; it depends on its arguments alone. A Feistel network permutes
+    the next even power of two. A result outside ``count`` is mapped again until it is inside, fewer than four times on
+    average."""
 
     def __init__(self, count: int, seed: int, stream: int) -> None:
-        self._count = count
-        self._bits_of_half = max(1, -(-(count - 1).bit_length() // 2))
+        self._count, self._bits_of_half = count, max(1, -(-(count - 1).bit_length() // 2))
         # Raw draws: NumPy keeps them the same in all versions.
         self._keys: list[int] = np.random.PCG64((seed, stream)).random_raw(ROUNDS).tolist()
 
@@ -52,16 +49,13 @@ def _mix(x: int) -> int:
 ROW_LAYOUT = 3
 """Version of the rule that makes rows of documents; a run keeps the version that it started with.
 
-In layout 1, the rows of token shards leave out the tokens at the end of the corpus that do not fill a row. In later
-ones the last row is padded. In memory, all layouts leave out less than one row of tokens at the end of an epoch; as the
-order of documents changes, they are other tokens in every epoch. Up to layout 2, the held-out fraction is that of the
-number of documents; since layout 3 it is that of the tokens.
+In layout 1, the rows of token shards leave out the tokens at the end of the corpus that do not fill a row; later the
+last row is padded. (In memory, they are left out in all layouts, and are others in every epoch.) Up to layout 2, the
+held-out fraction is that of the number of documents; since layout 3 it is that of the tokens.
 """
 BATCH_CHARACTERS = 1 << 20
-LEAST = 3
-"""Fewest tokens of a document with text: its start, one token and its end."""
-SPLIT_STREAM = 0
-"""Random stream of the split; epochs use the streams after it."""
+LEAST = 3  # fewest tokens of a document with text: its start, one token and its end
+SPLIT_STREAM = 0  # random stream of the split; epochs use the streams after it
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,11 @@ class TokenizedCorpus:
         """Build a corpus of documents that are concatenated in ``tokens``."""
         sizes = np.asarray(lengths, np.int64)
         return cls(tokens, np.cumsum(sizes) - sizes, sizes)
+
+    @classmethod
+    def joined(cls, documents: Sequence[NDArray[Any]]) -> TokenizedCorpus:
+        """Concatenate documents, which include their border tokens."""
+        return cls.of_whole(np.concatenate(documents).astype(np.uint32), [len(document) for document in documents])
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer) -> TokenizedCorpus:
@@ -112,11 +111,6 @@ class TokenizedCorpus:
         found.update(self.lengths.tobytes())
         return found.hexdigest()
 
-    @classmethod
-    def joined(cls, documents: Sequence[NDArray[Any]]) -> TokenizedCorpus:
-        """Concatenate documents, which include their border tokens."""
-        return cls.of_whole(np.concatenate(documents).astype(np.uint32), [len(document) for document in documents])
-
     def split(
         self, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT
     ) -> tuple[TokenizedCorpus, TokenizedCorpus]:
@@ -128,12 +122,15 @@ class TokenizedCorpus:
         """
         order = permutation(len(self), seed, SPLIT_STREAM)
         count, tail = held_out_part(self.lengths[order], validation_fraction, layout, LEAST)
-        training, held_out = self._select(np.sort(order[count:])), self._select(order[:count])
+        kept, chosen = np.sort(order[count:]), order[:count]
+        training, held_out = (
+            TokenizedCorpus(self.tokens, self.offsets[part], self.lengths[part]) for part in (kept, chosen)
+        )
         if tail:
             document = self.document(order[count])
             end = np.concatenate([document[:1], document[1 - tail :]])
             held_out = self.joined([*(held_out.document(index) for index in range(count)), end])
-            training.lengths[np.searchsorted(np.sort(order[count:]), order[count])] -= tail - 1
+            training.lengths[np.searchsorted(kept, order[count])] -= tail - 1
         return training, held_out
 
     def head(self, max_tokens: int) -> TokenizedCorpus:
@@ -147,28 +144,21 @@ class TokenizedCorpus:
         count = np.count_nonzero(lengths > 1)
         return TokenizedCorpus(self.tokens, self.offsets[:count], lengths[:count])
 
-    def _select(self, documents: NDArray[np.int64]) -> TokenizedCorpus:
-        return TokenizedCorpus(self.tokens, self.offsets[documents], self.lengths[documents])
-
 
 @dataclass(frozen=True)
 class CorpusShare:
     """The share of a corpus that one of several processes tokenizes: every n-th batch of the texts."""
 
-    parts: list[TokenizedCorpus]
-    """One corpus for each batch, possibly without documents."""
-    texts: str
-    """SHA-256 of the tokenizer and of all texts of the corpus, which every process reads."""
-    dtype: np.dtype[np.unsignedinteger]
-    """Type of the ids."""
+    parts: list[TokenizedCorpus]  # one corpus for each batch, possibly without documents
+    texts: str  # SHA-256 of the tokenizer and of all texts of the corpus, which every process reads
+    dtype: np.dtype[np.unsignedinteger]  # type of the ids
 
     @classmethod
     def build(cls, texts: Iterable[str], tokenizer: Tokenizer, rank: int, ranks: int) -> CorpusShare:
         """Read all ``texts``, and tokenize every ``ranks``-th batch from ``rank`` on."""
         digest, parts = hashlib.sha256(tokenizer.digest.encode()), []
         for number, batch in enumerate(batches(texts)):
-            for text in batch:
-                content = text.encode("utf-8")
+            for content in map(str.encode, batch):
                 digest.update(len(content).to_bytes(8, "little") + content)
             if number % ranks == rank:
                 parts.append(_tokenized([batch], tokenizer))
@@ -180,13 +170,17 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCorpus:
-    tokens, lengths = bytearray(), array("q")
-    for batch in groups:
-        ids, of_documents = joined_ids(tokenizer.encode_batch(batch), tokenizer)
-        tokens += ids
-        lengths.extend(of_documents)
-    return TokenizedCorpus.of_whole(np.frombuffer(tokens, token_dtype(tokenizer.vocab_size)), lengths)
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Group texts into batches of about ``BATCH_CHARACTERS``; empty texts are dropped."""
+    batch, characters = list[str](), 0
+    for text in filter(None, texts):
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def joined_ids(texts: Iterable[TokenIds], tokenizer: Tokenizer) -> tuple[bytes, list[int]]:
@@ -197,12 +191,19 @@ def joined_ids(texts: Iterable[TokenIds], tokenizer: Tokenizer) -> tuple[bytes, 
     return joined, [len(ids) + 2 for ids in documents]
 
 
-def held_out_part(lengths: NDArray[np.int64], fraction: float, layout: int, least: int) -> tuple[int, int]:
-    """Return how many documents, from the first on, are held out whole, and how many tokens of the next one's end.
+def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCorpus:
+    tokens, lengths = bytearray(), array("q")
+    for batch in groups:
+        ids, of_documents = joined_ids(tokenizer.encode_batch(batch), tokenizer)
+        tokens += ids
+        lengths.extend(of_documents)
+    return TokenizedCorpus.of_whole(np.frombuffer(tokens, token_dtype(tokenizer.vocab_size)), lengths)
 
-    The next document is divided only if the whole ones are less than half of what is to be held out. See
-    ``held_out_count`` for the other arguments.
-    """
+
+def held_out_part(lengths: NDArray[np.int64], fraction: float, layout: int, least: int) -> tuple[int, int]:
+    """Return how many documents, from the first on, are held out whole, and how many tokens of the next one's end. The
+    next document is divided only if the whole ones are less than half of what is to be held out. See ``held_out_count``
+    for the other arguments."""
     total, documents = int(lengths.sum()), len(lengths)
     if fraction in (0, 1):
         return documents if fraction else 0, 0
@@ -232,25 +233,8 @@ def held_out_count(total: int, fraction: float, layout: int, least: int) -> int:
 
 
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
-    """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent.
-
-    It sorts raw draws, which NumPy keeps the same in all versions. Raise ValueError if ``seed`` is negative.
-    """
+    """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent. It sorts
+    raw draws, which NumPy keeps the same in all versions. Raise ValueError if ``seed`` is negative."""
     if seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0; got {seed}.")
-    draws = np.random.PCG64((seed, stream)).random_raw(count)
-    return np.argsort(draws, kind="stable")
-
-
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group texts into batches of about ``BATCH_CHARACTERS``; empty texts are dropped."""
-    batch: list[str] = []
-    characters = 0
-    for text in filter(None, texts):
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    return np.argsort(np.random.PCG64((seed, stream)).random_raw(count), kind="stable")

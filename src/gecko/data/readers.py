@@ -9,8 +9,7 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,13 +38,22 @@ _UNREADABLE = {
 }  # fmt: skip
 _REASONS = {suffix: reason for reason, suffixes in _UNREADABLE.items() for suffix in suffixes.split()}
 
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+PIECE_BYTES = 1 << 20
+PARQUET_BATCH_ROWS = 1024
+BYTE_ORDER_MARK = "\ufeff"
+_LARGEST_WINDOW = 1 << 31
+"""Bytes of the largest zstd window that is read, that of ``zstd --long=31``; reading takes as much memory."""
+_LARGEST_CELL = (1 << 31) - 1
+"""Characters of a CSV cell: the largest limit that Python's module accepts on every platform."""
+_ADVICE = "Name the field that holds the text: data.field=NAME in training, --field NAME for gecko tokenize."
+_CHATS = "Chats are learned by gecko finetune MODEL CHATS, or in training with data.format=chat."
+
 
 def format_of(path: Path) -> Format:
-    """Return the format of a file by its suffix: a format of records, or text for any other suffix.
-
-    A suffix of compression may follow the suffix of the content. Raise ValueError if the suffix is that of a format
-    that is not text and cannot be read.
-    """
+    """Return the format of a file by its suffix: a format of records, or text for any other suffix. A suffix of
+    compression may follow the suffix of the content. Raise ValueError if the suffix is that of a format that is not
+    text and cannot be read."""
     suffix, compressed = _content_suffix(path)
     reason = "compressed Parquet; unpack it" if compressed and suffix == ".parquet" else _REASONS.get(suffix)
     if reason is not None:
@@ -74,55 +82,39 @@ def _content_suffix(path: Path) -> tuple[str, bool]:
     return (path.with_suffix("") if compressed else path).suffix.lower(), compressed
 
 
-PIECE_BYTES = 1 << 20
-COMPRESSED_SUFFIXES = (".gz", ".zst")
-_LARGEST_WINDOW = 1 << 31
-"""Bytes of the largest zstd window that is read, that of ``zstd --long=31``; reading takes as much memory."""
-
-
 def read_pieces(path: Path) -> Iterator[bytes]:
     """Yield the content of a file in pieces, decompressed if its suffix says so. Raise ValueError if the compressed
     data is damaged or truncated."""
-    readers = {".gz": _gzip_pieces, ".zst": _zstd_pieces}
-    return readers.get(path.suffix.lower(), _plain_pieces)(path)
-
-
-def _plain_pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from iter(lambda: file.read(PIECE_BYTES), b"")
-
-
-def _gzip_pieces(path: Path) -> Iterator[bytes]:
-    _check_not_empty(path, "gzip")
+    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    if kind is None:
+        yield from _raw_pieces(path)
+        return
+    zstandard = require("zstandard", "data") if kind == "zstd" else None
     try:
-        with gzip.open(path) as file:
-            yield from iter(lambda: file.read(PIECE_BYTES), b"")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _damaged(path, "gzip", str(error)) from error
-
-
-def _zstd_pieces(path: Path) -> Iterator[bytes]:
-    zstandard = require("zstandard", "data")
-    _check_not_empty(path, "zstd")
-    # The library's file reader does not notice that a file is truncated; a decompression object does.
-    frame = None
-    try:
-        for piece in _plain_pieces(path):
+        # Compressing no text gives some bytes, but the libraries accept none.
+        if path.stat().st_size == 0:
+            raise EOFError("it is empty")
+        if zstandard is None:
+            with gzip.open(path) as file:
+                yield from iter(lambda: file.read(PIECE_BYTES), b"")
+            return
+        # The library's file reader does not notice that a file is truncated; a decompression object does.
+        frame = None
+        for piece in _raw_pieces(path):
             while piece:
                 frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
                 yield frame.decompress(piece)
                 piece = frame.unused_data
                 frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise _damaged(path, "zstd", str(error)) from error
-    if frame is not None:
-        raise _damaged(path, "zstd", "the file ends inside a frame")
+        if frame is not None:
+            raise EOFError("the file ends inside a frame")
+    except (EOFError, gzip.BadGzipFile, zlib.error, getattr(zstandard, "ZstdError", EOFError)) as error:
+        raise _damaged(path, kind, str(error)) from error
 
 
-def _check_not_empty(path: Path, kind: str) -> None:
-    """Raise ValueError for an empty file: compressing no text gives some bytes, but the library accepts none."""
-    if path.stat().st_size == 0:
-        raise _damaged(path, kind, "it is empty")
+def _raw_pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
 
 def _damaged(path: Path, kind: str, reason: str) -> ValueError:
@@ -132,24 +124,35 @@ def _damaged(path: Path, kind: str, reason: str) -> ValueError:
     )
 
 
-PARQUET_BATCH_ROWS = 1024
-BYTE_ORDER_MARK = "\ufeff"
-_LARGEST_CELL = (1 << 31) - 1
-"""Characters of a CSV cell: the largest limit that Python's module accepts on every platform."""
-_ADVICE = "Name the field that holds the text: data.field=NAME in training, --field NAME for gecko tokenize."
-_CHATS = "Chats are learned by gecko finetune MODEL CHATS, or in training with data.format=chat."
-
-
 def read_file(path: Path, field: str) -> Iterator[str]:
-    """Return an iterator over the documents of one file: the whole of a text file, or the text in the ``field``, or
-    column, of each record; see ``format_of``. Raise ValueError if the format cannot be read, while iterating if the
-    content is of another format; the message names the file and the place in it."""
+    """Yield the documents of one file: the whole of a text file, or the text in the ``field``, or column, of each
+    record; see ``format_of``. Raise ValueError if the content is of another format, or the format cannot be read; the
+    message names the file and the place in it."""
     check_regular(path)
-    readers: dict[Format, Callable[[Path, str], Iterator[str]]] = {
-        "text": _read_text, "json lines": _read_json_lines, "json": _read_json, "parquet": _read_parquet,
-        "csv": partial(_read_csv, dialect="excel"), "tsv": partial(_read_csv, dialect="excel-tab"),
-    }  # fmt: skip
-    return readers[format_of(path)](path, field)
+    match format_of(path):
+        case "text":
+            yield decode_text(b"".join(read_pieces(path)), str(path))
+        case "parquet":
+            yield from _read_parquet(path, field)
+        case "csv":
+            yield from _read_csv(path, field, "excel")
+        case "tsv":
+            yield from _read_csv(path, field, "excel-tab")
+        case json_format:
+            for where, record in read_records(path) if json_format == "json lines" else _json_records(path):
+                text = text_field(record, field, where)
+                try:
+                    text.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    rule = "must hold text that UTF-8 can write; got half a surrogate pair."
+                    raise ValueError(f"{where} {rule}") from error
+                yield text
+
+
+def check_regular(path: Path) -> None:
+    """Raise ValueError if a path is a pipe or another thing that can be read only once, or not at all."""
+    if not path.is_file():
+        raise ValueError(f"{path} must be a file, because documents are read several times; {found_at(path)}.")
 
 
 def decode_text(content: bytes, where: str, *, begins: bool = True) -> str:
@@ -171,16 +174,6 @@ def _binary(where: str, found: str, offset: int) -> ValueError:
     )
 
 
-def _read_text(path: Path, field: str) -> Iterator[str]:
-    yield decode_text(b"".join(read_pieces(path)), str(path))
-
-
-def check_regular(path: Path) -> None:
-    """Raise ValueError if a path is a pipe or another thing that can be read only once, or not at all."""
-    if not path.is_file():
-        raise ValueError(f"{path} must be a file, because documents are read several times; {found_at(path)}.")
-
-
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a JSON Lines file, each after its place in the file for errors. Raise ValueError if a line
     is not UTF-8, or not one JSON object."""
@@ -195,9 +188,24 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, _as_object(record, where)
 
 
-def _read_json_lines(path: Path, field: str) -> Iterator[str]:
-    for where, record in read_records(path):
-        yield _record_text(record, where, field)
+def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield as ``read_records`` those of a list, of one object, or, as some tools write it, of one object per line."""
+    content = decode_text(b"".join(read_pieces(path)), str(path))
+    if not content.strip():
+        return
+    try:
+        records = parse_json(content)
+    except ValueError as error:
+        if not isinstance(error, json.JSONDecodeError) or not error.msg.startswith("Extra data"):
+            raise ValueError(
+                f"{path} must hold a list of JSON objects, one object, or one object a line; got invalid JSON "
+                f"({error})."
+            ) from error
+        yield from read_records(path)
+        return
+    for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
+        where = f"{path}, record {number},"
+        yield where, _as_object(record, where)
 
 
 def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -210,15 +218,6 @@ def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
             yield from rest[:-1]
             unfinished = [rest[-1]]
     yield b"".join(unfinished)
-
-
-def _record_text(record: dict[str, Any], where: str, field: str) -> str:
-    text = text_field(record, field, where)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} must hold text that UTF-8 can write; got half a surrogate pair.") from error
-    return text
 
 
 def text_field(record: dict[str, Any], field: str, where: str) -> str:
@@ -244,26 +243,6 @@ def _json_type(value: object) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
-def _read_json(path: Path, field: str) -> Iterator[str]:
-    """Read a list of records, one record, or, as some tools write it, one record per line."""
-    content = decode_text(b"".join(read_pieces(path)), str(path))
-    if not content.strip():
-        return
-    try:
-        records = parse_json(content)
-    except ValueError as error:
-        if not isinstance(error, json.JSONDecodeError) or not error.msg.startswith("Extra data"):
-            raise ValueError(
-                f"{path} must hold a list of JSON objects, one object, or one object a line; got invalid JSON "
-                f"({error})."
-            ) from error
-        yield from _read_json_lines(path, field)
-        return
-    for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
-        where = f"{path}, record {number},"
-        yield _record_text(_as_object(record, where), where, field)
-
-
 def _read_csv(path: Path, field: str, dialect: str) -> Iterator[str]:
     """Read the column ``field`` of a table whose first line names its columns."""
     csv.field_size_limit(_LARGEST_CELL)
@@ -273,14 +252,13 @@ def _read_csv(path: Path, field: str, dialect: str) -> Iterator[str]:
         if columns is None:
             return
         _check_column(columns, path, field)
-        for row in rows:
-            if row and len(row) != len(columns):
+        for row in filter(None, rows):
+            if len(row) != len(columns):
                 raise ValueError(
                     f"{path}, line {rows.line_num}, must have {len(columns)} cells, one for each of the columns "
                     f"{columns}; got {len(row)}. Put quotes around cells that contain the separator or a line end."
                 )
-            if row:
-                yield row[columns.index(field)]
+            yield row[columns.index(field)]
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {rows.line_num}, must be CSV with the quotes of RFC 4180; got: {error}. Write it with "
@@ -300,8 +278,7 @@ def _csv_lines(path: Path) -> Iterator[str]:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
-    pyarrow = require("pyarrow", "data")
-    parquet = require("pyarrow.parquet", "data")
+    pyarrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
     row = 0
     try:
         with parquet.ParquetFile(path) as file:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gecko.config import LARGEST, Size, whole
-from gecko.data.loader import Row, make_row, numbered_from_zero, rows_in
+from gecko.data.loader import OrderedRows, Row, make_row, rows_in
 from gecko.data.packing import (
     LEAST,
     ROW_LAYOUT,
@@ -39,10 +39,15 @@ from gecko.records import build, check
 
 MANIFEST, FORMAT = "manifest.json", "gecko-shards-1"
 SUFFIXES = (".ds", ".ds.index", ".ds.bytes")
-COUNT_BYTES = 8
-"""Size of a number in ``.ds.index`` and ``.ds.bytes``."""
+COUNT_BYTES = 8  # size of a number in .ds.index and .ds.bytes
 VERIFYING_THREADS = 4
+OPEN_FILES = 256
+"""Files of shards that are mapped at a time. Each counts as an open file, of which a process may usually have 1,024."""
+HELD_OUT_PLACE, HELD_OUT_ORDER = 1, 2
+FIRST_EPOCH = 3
+"""Random streams besides ``SPLIT_STREAM``: positions of the held-out runs, order of their documents, epochs."""
 _Total = Annotated[int, whole(0, 1 << 48)]
+_REMEDY = "Restore it from a copy; or delete it, and gecko tokenize with the same arguments writes it again."
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,9 @@ class ShardRecord:
     name: str
     source: str
     documents: _Total
-    tokens: _Total
-    """Border tokens included."""
-    text_bytes: _Total
-    """Bytes in UTF-8 of the text that the ids of all documents stand for."""
-    sha256: tuple[str, ...]
-    """SHA-256 of the files, in the order of ``SUFFIXES``."""
+    tokens: _Total  # border tokens included
+    text_bytes: _Total  # bytes in UTF-8 of the text that the ids of all documents stand for
+    sha256: tuple[str, ...]  # SHA-256 of the files, in the order of SUFFIXES
 
     def __post_init__(self) -> None:
         inner_name(self.name)
@@ -114,10 +116,6 @@ class Manifest:
         return json.dumps(fields, indent=1)
 
 
-OPEN_FILES = 256
-"""Files of shards that are mapped at a time. Each counts as an open file, of which a process may usually have 1,024."""
-
-
 def _file_maps() -> Callable[[Path, np.dtype[Any]], NDArray[Any]]:
     """Return a function that maps a file, and keeps the ``OPEN_FILES`` maps that were used last."""
     return lru_cache(maxsize=OPEN_FILES)(partial(np.memmap, mode="r"))
@@ -157,8 +155,8 @@ class Shard:
 
     def check_sizes(self) -> None:
         """Raise ValueError if a file is missing or its size has changed."""
-        counts = (self.record.documents * COUNT_BYTES,) * 2
-        for suffix, size in zip(SUFFIXES, (self.record.tokens * self.dtype.itemsize, *counts), strict=True):
+        counts = self.record.documents * COUNT_BYTES
+        for suffix, size in zip(SUFFIXES, (self.record.tokens * self.dtype.itemsize, counts, counts), strict=True):
             path = self.file(suffix)
             found = path.stat().st_size if path.is_file() else None
             if found != size:
@@ -178,9 +176,6 @@ class Shard:
                 raise ValueError(f"{self.file(suffix)} is damaged: {fault}. {_REMEDY}")
 
 
-_REMEDY = "Restore it from a copy; or delete it, and gecko tokenize with the same arguments writes it again."
-
-
 @dataclass(frozen=True)
 class ShardFolder:
     """Folder that ``gecko tokenize`` wrote; shards without documents are left out."""
@@ -194,9 +189,8 @@ class ShardFolder:
         """Open a folder; raise ValueError if it has no manifest, or a file is missing or has another size."""
         folder = Path(folder).expanduser()
         manifest, maps = Manifest.load(folder), _file_maps()
-        shards = tuple(
-            Shard(folder, record, manifest.tokenizer.dtype, maps) for record in manifest.shards if record.documents
-        )
+        records = [record for record in manifest.shards if record.documents]
+        shards = tuple(Shard(folder, record, manifest.tokenizer.dtype, maps) for record in records)
         for shard in shards:
             shard.check_sizes()
         return cls(folder, manifest.tokenizer, shards)
@@ -239,11 +233,6 @@ def is_shard_folder(source: str) -> bool:
     return (Path(source).expanduser() / MANIFEST).is_file()
 
 
-HELD_OUT_PLACE, HELD_OUT_ORDER = 1, 2
-FIRST_EPOCH = 3
-"""Random streams besides ``SPLIT_STREAM``: positions of the held-out runs, order of their documents, epochs."""
-
-
 @dataclass(frozen=True)
 class ShardSlice:
     """Consecutive documents of a shard, ``begin`` to ``end`` − 1."""
@@ -251,10 +240,8 @@ class ShardSlice:
     shard: Shard
     begin: int
     end: int
-    cut: int = 0
-    """Tokens at the end of the last document that are left out."""
-    skip: int = 0
-    """Tokens after the start token of the only document that are left out."""
+    cut: int = 0  # tokens at the end of the last document that are left out
+    skip: int = 0  # tokens after the start token of the only document that are left out
 
     @property
     def first_token(self) -> int:
@@ -263,6 +250,10 @@ class ShardSlice:
     @property
     def tokens(self) -> int:
         return self.shard.document_start(self.end) - self.first_token - self.cut - self.skip
+
+    @property
+    def documents(self) -> int:
+        return self.end - self.begin
 
 
 class SplitShards:
@@ -286,22 +277,18 @@ class SplitShards:
                 held_out.append(ShardSlice(shard, run.end, end, skip=ShardSlice(shard, run.end, end).tokens - tail))
                 training.append(ShardSlice(shard, run.end, end, cut=tail - 1))
             training.append(ShardSlice(shard, end, shard.record.documents))
-        self.held_out = [part for part in held_out if part.begin < part.end]
-        self.training = [part for part in training if part.begin < part.end]
-        self.documents = sum(part.end - part.begin for part in self.training)
-        self.tokens = sum(part.tokens for part in self.training)
-        self.held_out_documents = sum(run.end - run.begin for run in self.held_out)
-        self.held_out_tokens = sum(run.tokens for run in self.held_out)
+        self.held_out, self.training = ([part for part in parts if part.documents] for parts in (held_out, training))
+        self.documents, self.held_out_documents = (sum(x.documents for x in p) for p in (self.training, self.held_out))
+        self.tokens, self.held_out_tokens = (sum(x.tokens for x in p) for p in (self.training, self.held_out))
 
     def rows(self, sequence_length: int) -> ShardedRows:
         return ShardedRows(self, sequence_length)
 
     def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
         """Return the first ``max_tokens`` tokens of the held-out documents in random order, in memory."""
-        before = np.cumsum([0, *(run.end - run.begin for run in self.held_out)])
+        before = np.cumsum([0, *(run.documents for run in self.held_out)])
         order = Shuffle(self.held_out_documents, self.seed, HELD_OUT_ORDER)
-        documents: list[NDArray[np.unsignedinteger]] = []
-        count = 0
+        documents, count = list[NDArray[np.unsignedinteger]](), 0
         for place in map(order.__getitem__, range(self.held_out_documents)):
             which = int(np.searchsorted(before, place, side="right")) - 1
             run = self.held_out[which]
@@ -315,60 +302,10 @@ class SplitShards:
         return TokenizedCorpus.joined(documents).head(max_tokens)
 
 
-class ShardedRows:
-    """Rows of the training documents of shards.
-
-    The documents are concatenated in the order in which they were written, and cut into rows of ``sequence_length + 1``
-    tokens. The last token of a row is the first of the next. The last row of the corpus may be shorter: it is padded
-    with a separate document without targets, so every epoch reads every token. Every epoch shuffles the rows of the
-    whole corpus. Raise ValueError if the training documents are shorter than a row, or the length is out of range.
-    """
-
-    def __init__(self, split: SplitShards, sequence_length: int) -> None:
-        whole = rows_in(split.tokens, sequence_length)
-        self.rows_per_epoch = whole if split.layout == 1 else -(-(split.tokens - 1) // sequence_length)
-        self.sequence_length, self.documents = sequence_length, split.documents
-        self._seed, self._ranges = split.seed, split.training
-        self._borders = np.cumsum([0, *(part.tokens for part in split.training)])
-        self._first_documents = np.cumsum([0, *(part.end - part.begin for part in split.training)])
-
-    def row(self, index: int) -> Row:
-        epoch, row = divmod(index, self.rows_per_epoch)
-        place = Shuffle(self.rows_per_epoch, self._seed, FIRST_EPOCH + epoch)[row]
-        return numbered_from_zero(self.ordered_row(epoch, place))
-
-    def ordered_row(self, epoch: int, place: int) -> Row:
-        """Return the row at ``place`` of the order in which the documents were written, the same in every epoch."""
-        begin, tokens, segments = place * self.sequence_length, [], []
-        end = min(begin + self.sequence_length + 1, int(self._borders[-1]))
-        which = int(np.searchsorted(self._borders, begin, side="right")) - 1
-        while begin < end:
-            part, offset = self._ranges[which], int(self._borders[which])
-            stop = min(end, int(self._borders[which + 1]))
-            first = part.first_token - offset
-            ids, numbers = _read_shard(part.shard, first + begin, first + stop)
-            tokens.append(ids)
-            segments.append(numbers + (int(self._first_documents[which]) - part.begin))
-            begin, which = stop, which + 1
-        return make_row(np.concatenate(tokens), np.concatenate(segments), self.sequence_length)
-
-
-def _read_shard(shard: Shard, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return tokens ``begin`` to ``end`` − 1 of a shard, and the indices of their documents in the shard."""
-    # With a value of another dtype, NumPy would copy the whole index.
-    first = int(shard.ends.searchsorted(np.uint64(begin), side="right"))
-    last = int(shard.ends.searchsorted(np.uint64(end - 1), side="right"))
-    ends = np.minimum(np.array(shard.ends[first : last + 1], dtype=np.int64), end)
-    counts = np.diff(ends, prepend=begin)
-    return shard.tokens[begin:end].astype(np.int64), np.repeat(np.arange(first, last + 1), counts)
-
-
 def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int) -> list[tuple[ShardSlice, int]]:
     """Return the held-out documents of every shard, possibly none, and the tokens held out of the next document's end.
-
     For every k, the first k shards of a random order together hold out the fraction of their tokens (up to layout 2: of
-    their documents), rounded.
-    """
+    their documents), rounded."""
     units = "documents" if layout < 3 else "tokens"
     sizes = np.array([getattr(shard.record, units) for shard in folder.shards])
     total = held_out_count(int(sizes.sum()), fraction, layout, 1 if layout < 3 else LEAST)
@@ -391,3 +328,46 @@ def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int)
         left = most - shard.document_start(end)
         runs.append((ShardSlice(shard, begin, end), left if 2 * left > count and left >= LEAST else 0))
     return runs
+
+
+class ShardedRows(OrderedRows):
+    """Rows of the training documents of shards.
+
+    The documents are concatenated in the order in which they were written, the same in every epoch, and cut into rows
+    of ``sequence_length + 1`` tokens. The last token of a row is the first of the next. The last row of the corpus may
+    be shorter: it is padded with a separate document without targets, so every epoch reads every token. Raise
+    ValueError if the training documents are shorter than a row, or the length is out of range.
+    """
+
+    streams = (FIRST_EPOCH, 1)
+
+    def __init__(self, split: SplitShards, sequence_length: int) -> None:
+        whole = rows_in(split.tokens, sequence_length)
+        self.rows_per_epoch = whole if split.layout == 1 else -(-(split.tokens - 1) // sequence_length)
+        self.sequence_length, self.seed, self.documents = sequence_length, split.seed, split.documents
+        self._ranges = split.training
+        self._borders = np.cumsum([0, *(part.tokens for part in split.training)])
+        self._first_documents = np.cumsum([0, *(part.documents for part in split.training)])
+
+    def ordered_row(self, epoch: int, place: int) -> Row:
+        begin, tokens, segments = place * self.sequence_length, [], []
+        end = min(begin + self.sequence_length + 1, int(self._borders[-1]))
+        which = int(np.searchsorted(self._borders, begin, side="right")) - 1
+        while begin < end:
+            part, stop = self._ranges[which], min(end, int(self._borders[which + 1]))
+            first = part.first_token - int(self._borders[which])
+            ids, numbers = _read_shard(part.shard, first + begin, first + stop)
+            tokens.append(ids)
+            segments.append(numbers + (int(self._first_documents[which]) - part.begin))
+            begin, which = stop, which + 1
+        return make_row(np.concatenate(tokens), np.concatenate(segments), self.sequence_length)
+
+
+def _read_shard(shard: Shard, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return tokens ``begin`` to ``end`` − 1 of a shard, and the indices of their documents in the shard."""
+    # With a value of another dtype, NumPy would copy the whole index.
+    first = int(shard.ends.searchsorted(np.uint64(begin), side="right"))
+    last = int(shard.ends.searchsorted(np.uint64(end - 1), side="right"))
+    ends = np.minimum(np.array(shard.ends[first : last + 1], dtype=np.int64), end)
+    counts = np.diff(ends, prepend=begin)
+    return shard.tokens[begin:end].astype(np.int64), np.repeat(np.arange(first, last + 1), counts)

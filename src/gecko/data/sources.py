@@ -21,24 +21,20 @@ from gecko.data.readers import decode_text, format_of, read_file, text_field
 from gecko.data.shards import is_shard_folder
 from gecko.runtime.process import cached_data_sets_without_network, require
 
-STDLIB = "stdlib"
-"""Name of the source that reads the ``.py`` files of the Python standard library."""
-
+STDLIB = "stdlib"  # name of the source that reads the .py files of the Python standard library
+HUGGING_FACE = "hf:"
+NOT_STDLIB = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"})
+"""Folders in the standard library's folder that the source leaves out."""
 _LEFTOVER = re.compile(
     r"\..*|.*~|~\$.*|#.*#|.*\.(bak|orig|rej|sw[a-p]|tmp)|(eh)?thumbs\.db|desktop\.ini", re.IGNORECASE
 )
 """Names of hidden files, and of those that editors and systems leave beside documents."""
 
-NOT_STDLIB = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"})
-"""Folders in the standard library's folder that the source leaves out."""
-
 
 def find_files(source: str) -> list[Path]:
-    """Return the files of a path, a folder (at any depth) or a glob, sorted by path.
-
-    Hidden files, and backups of editors, are left out unless the path or the glob names such files. Raise
-    FileNotFoundError if the path does not exist, or the folder or glob has no files.
-    """
+    """Return the files of a path, a folder (at any depth) or a glob, sorted by path. Hidden files, and backups of
+    editors, are left out unless the path or the glob names such files. Raise FileNotFoundError if the path does not
+    exist, or the folder or glob has no files."""
     path = Path(source).expanduser()
     if path.is_dir():
         below = _sorted_below(path, lambda name: name[0] == ".")
@@ -51,15 +47,20 @@ def find_files(source: str) -> list[Path]:
     if path.exists():
         return [path]
     if glob.has_magic(source):
-        return _glob_files(source)
+        found = [one for one in map(Path, glob.glob(str(path), recursive=True)) if one.is_file()]
+        named = _LEFTOVER.fullmatch(path.name)
+        if files := [one for one in found if named or not _LEFTOVER.fullmatch(one.name)]:
+            return sorted(files, key=Path.as_posix)
+        raise FileNotFoundError(
+            f"a glob must match at least one file; got {source!r}, which matches none. "
+            f"'**' stands for any depth of folders, as in 'folder/**/*.txt'."
+        )
     beside = path.parent.iterdir() if path.parent.is_dir() and not path.is_symlink() else ()
     near = difflib.get_close_matches(path.name, [STDLIB, *(entry.name for entry in beside)], n=1)
     hint = f" Did you mean {str(path.with_name(near[0]))!r}?" if near else ""
-    found = "which is a link that leads to no file" if path.is_symlink() else "which does not exist"
-    raise FileNotFoundError(
-        f"a source of documents must be a file, a folder, a glob, 'hf:NAME' or {STDLIB!r}; "
-        f"got {source!r}, {found}.{hint}"
-    )
+    lies = "is a link that leads to no file" if path.is_symlink() else "does not exist"
+    choices = f"a source of documents must be a file, a folder, a glob, 'hf:NAME' or {STDLIB!r}"
+    raise FileNotFoundError(f"{choices}; got {source!r}, which {lies}.{hint}")
 
 
 def stdlib_files() -> list[Path]:
@@ -76,18 +77,6 @@ def stdlib_files() -> list[Path]:
     )
 
 
-def _glob_files(pattern: str) -> list[Path]:
-    found = [path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file()]
-    if not _LEFTOVER.fullmatch(Path(pattern).name):
-        found = [path for path in found if _LEFTOVER.fullmatch(path.name) is None]
-    if not found:
-        raise FileNotFoundError(
-            f"a glob must match at least one file; got {pattern!r}, which matches none. "
-            f"'**' stands for any depth of folders, as in 'folder/**/*.txt'."
-        )
-    return sorted(found, key=Path.as_posix)
-
-
 def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
     """Return the files below ``root``, without files and folders whose name is skipped, sorted by path."""
     files = []
@@ -96,9 +85,6 @@ def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
         folder_names[:] = [name for name in folder_names if not skip(name)]
         files += [Path(folder, name) for name in file_names if not skip(name)]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
-HUGGING_FACE = "hf:"
 
 
 def load_documents(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> Iterator[str]:
@@ -120,7 +106,21 @@ def load_documents(source: str | os.PathLike[str] | Sequence[str], *, field: str
         ValueError: in this call, there is no source, or a file's suffix is of a format that cannot be read; while
             iterating, a file is binary, truncated or malformed, or a source holds no text.
     """
-    return _checked(find_sources(source, field=field))
+
+    def texts(sources: list[Source]) -> Iterator[str]:
+        for spec, parts in sources:
+            empty = True
+            for text in (text for part in parts for text in part.read() if text):
+                empty = False
+                yield text
+            if empty:
+                raise empty_source(spec)
+
+    return texts(find_sources(source, field=field))
+
+
+def empty_source(spec: str) -> ValueError:
+    return ValueError(f"a source must hold at least one document with text; got {spec!r}, which is empty.")
 
 
 @dataclass(frozen=True)
@@ -128,24 +128,22 @@ class SourcePart:
     """Unit of reading: one file, a data set, or a piece of a data set. All fields can be written as JSON."""
 
     kind: Literal["file", "stdlib", "dataset"]
-    name: str
-    """The file's path, or the data set's name."""
+    name: str  # the file's path, or the data set's name
     field: str
-    size: int = 0
-    """Size of the file in bytes; 0 for a data set, whose size is not known before it is read."""
+    size: int = 0  # size of the file in bytes; 0 for a data set, whose size is not known before it is read
     config: str | None = None
     split: str = ""
-    piece: int = 0
+    piece: int = 0  # index of this piece of the data set
     pieces: int = 1
-    """Index of this piece of the data set, and the number of pieces."""
 
     def read(self) -> Iterator[str]:
         """Yield the documents in order; they may be empty. Errors are those of ``load_documents``."""
         if self.kind == "dataset":
-            records = _open_dataset(self)
+            records = self.open_dataset()
+            where = self.name
             if self.pieces > 1:
                 records = records.shard(num_shards=self.pieces, index=self.piece)
-            where = self.name if self.pieces == 1 else f"{self.name}, piece {self.piece} of {self.pieces}"
+                where = f"{where}, piece {self.piece} of {self.pieces}"
             for number, record in enumerate(records):
                 yield text_field(record, self.field, f"{where}, record {number},")
         elif self.kind == "file":
@@ -155,16 +153,32 @@ class SourcePart:
             with suppress(ValueError):
                 yield decode_text(Path(self.name).read_bytes(), self.name)
 
+    def open_dataset(self) -> Any:
+        datasets = require("datasets", "data")
+        try:
+            with cached_data_sets_without_network("data"):
+                return datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the Hugging Face data set {self.name!r} (configuration {self.config}, split {self.split!r}) must be "
+                f"one that can be reached, as hf:NAME[:split] or hf:NAME:CONFIG:split; got: {error}"
+            ) from error
+
+    def divided(self) -> tuple[SourcePart, ...]:
+        """Return the pieces of a data set, which can be read in parallel, in its order; a file as it is."""
+        if self.kind != "dataset":
+            return (self,)
+        pieces = self.open_dataset().num_shards
+        return tuple(dataclasses.replace(self, piece=piece, pieces=pieces) for piece in range(pieces))
+
 
 Source = tuple[str, tuple[SourcePart, ...]]
 """Name of a source, and its parts without the files of earlier sources."""
 
 
 def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> list[Source]:
-    """Find the files and data sets of one source or of several; arguments and errors as for ``load_documents``.
-
-    A source is left out if all its files belong to earlier sources.
-    """
+    """Find the files and data sets of one source or of several; arguments and errors as for ``load_documents``. A
+    source is left out if all its files belong to earlier sources."""
     specs = [os.fspath(source)] if isinstance(source, str | os.PathLike) else list(source)
     if not specs or not all(specs):
         raise ValueError(f"a source of documents must be named, such as a folder or {STDLIB!r}; got {source!r}.")
@@ -180,7 +194,6 @@ def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[SourcePart, ...
             raise ValueError(f"a data set must be named as hf:NAME[:split] or hf:NAME:CONFIG:split; got {spec!r}.")
         split = rest.pop() if rest else "train"
         return (SourcePart("dataset", name, field, config=rest[0] if rest else None, split=split),)
-    kind: Literal["file", "stdlib"] = "stdlib" if spec == STDLIB else "file"
     # A document that is read twice, also through a link, could be in the training and in the validation part.
     fresh = []
     for path in stdlib_files() if spec == STDLIB else find_files(spec):
@@ -188,7 +201,7 @@ def _find_parts(spec: str, field: str, seen: set[Path]) -> tuple[SourcePart, ...
             seen.add(real)
             # Refuse a format now, not after hours of reading other files.
             format_of(path)
-            fresh.append(SourcePart(kind, str(path), field, path.stat().st_size))
+            fresh.append(SourcePart("stdlib" if spec == STDLIB else "file", str(path), field, path.stat().st_size))
     return tuple(fresh)
 
 
@@ -205,47 +218,9 @@ def sample_texts(parts: Sequence[SourcePart], characters: int) -> Iterator[str]:
                 break
 
 
-def dataset_pieces(part: SourcePart) -> tuple[SourcePart, ...]:
-    """Divide a data set into pieces that can be read in parallel, in its order; a file is returned as it is."""
-    if part.kind != "dataset":
-        return (part,)
-    pieces = _open_dataset(part).num_shards
-    return tuple(dataclasses.replace(part, piece=piece, pieces=pieces) for piece in range(pieces))
-
-
-def _checked(sources: list[Source]) -> Iterator[str]:
-    for spec, parts in sources:
-        empty = True
-        for part in parts:
-            for text in part.read():
-                if text:
-                    empty = False
-                    yield text
-        if empty:
-            raise empty_source(spec)
-
-
-def empty_source(spec: str) -> ValueError:
-    return ValueError(f"a source must hold at least one document with text; got {spec!r}, which is empty.")
-
-
-def _open_dataset(part: SourcePart) -> Any:
-    datasets = require("datasets", "data")
-    try:
-        with cached_data_sets_without_network("data"):
-            return datasets.load_dataset(part.name, part.config, split=part.split, streaming=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the Hugging Face data set {part.name!r} (configuration {part.config}, split {part.split!r}) must be one "
-            f"that can be reached, as hf:NAME[:split] or hf:NAME:CONFIG:split; got: {error}"
-        ) from error
-
-
 def check_apart(validation: str, training: Iterable[str]) -> None:
-    """Raise ValueError if a file, a folder of shards or a data set's split is both trained on and held out.
-
-    Files are compared by their resolved paths.
-    """
+    """Raise ValueError if a file, a folder of shards or a data set's split is both trained on and held out. Files are
+    compared by their resolved paths."""
     held_out = _things(validation)
     shared = sorted({thing for source in training for thing in _things(source)} & held_out)
     if shared:
@@ -258,10 +233,8 @@ def check_apart(validation: str, training: Iterable[str]) -> None:
 
 
 def check_disjoint(mixture: Iterable[str]) -> None:
-    """Raise ValueError if two sources of a mixture share a file, a folder of shards or a data set's split.
-
-    Each source holds out some of its documents, and the other source would train on them.
-    """
+    """Raise ValueError if two sources of a mixture share a file, a folder of shards or a data set's split: each holds
+    out some of its documents, and the other would train on them."""
     owner: dict[str, str] = {}
     for source in mixture:
         for thing in sorted(_things(source)):

@@ -21,20 +21,22 @@ from gecko.data.readers import BYTE_ORDER_MARK
 from gecko.data.tokenizers import ByteTokenizer, TokenIds, Tokenizer, text_ids
 from gecko.state import GeckoState
 
-BLOCK = 1 << 16
-"""Number of characters that are encoded at once."""
-CONTEXT = 256
-"""Number of characters on both sides that decide whether tokens end at a position."""
+BLOCK = 1 << 16  # number of characters that are encoded at once
+CONTEXT = 256  # number of characters on both sides that decide whether tokens end at a position
+REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 4  # largest number of bytes, and so of ids, of a UTF-8 character
+SAMPLE = 1 << 19  # characters of a sample of texts
+LARGEST_LOSS = 1e-3
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_UNKNOWN = "\U0010fffdꙮ\u9f98"  # characters that few vocabularies hold
 
 
 def encode_stream(
     tokenizer: Tokenizer, content: Iterable[bytes], where: str, *, block: int = BLOCK
 ) -> Iterator[Tensor]:
-    """Encode a text given in pieces of bytes. Yield 1-D int64 tensors that join to the ids of the whole text.
-
-    The bytes tokenizer accepts any bytes; the others raise ValueError if the content is not UTF-8, with the name
-    ``where`` of the text and the offset of the byte. ``block`` is the number of characters that are encoded at once.
-    """
+    """Encode a text given in pieces of bytes. Yield 1-D int64 tensors that join to the ids of the whole text. The bytes
+    tokenizer accepts any bytes; the others raise ValueError if the content is not UTF-8, with the name ``where`` of the
+    text and the offset of the byte. ``block`` is the number of characters that are encoded at once."""
     if isinstance(tokenizer, ByteTokenizer):
         for piece in content:
             yield torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64))
@@ -115,11 +117,6 @@ def _common_start(start: np.ndarray, ids: np.ndarray) -> bool:
     return len(start) <= len(ids) and bool((ids[: len(start)] == start).all())
 
 
-REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 4
-"""Largest number of bytes, and so of ids, of a UTF-8 character."""
-
-
 def letter(tokenizer: Tokenizer) -> list[int]:
     """Return the id of a letter as context for other ids; an empty list if the tokenizer encodes no letter."""
     return tokenizer.encode("a").tolist()[-1:]
@@ -153,22 +150,15 @@ class StreamDecoder:
         # The text of a token depends on earlier ones: SentencePiece drops the space before a text's first word only.
         # So decode together with the piece returned last, and cut that off.
         before = self._tokenizer.decode(self._context)
-        text: str = self._tokenizer.decode(self._context + self._pending)[len(before) :]
-        if not text or (text.endswith(REPLACEMENT) and not final):
-            return self._release_invalid(before, before + text)
-        self._context, self._pending = self._pending, []
-        return text
-
-    def _release_invalid(self, before: str, whole: str) -> str:
-        """Return the part of ``whole``, which ends in U+FFFD, that no later id can change: bytes that are not text.
-
-        An incomplete character is in the last ``LONGEST_CHARACTER`` − 1 ids. Among the ``LONGEST_CHARACTER`` positions
-        before them, one is the end of a character, unless every id there straddles characters.
-        """
+        whole: str = self._tokenizer.decode(self._context + self._pending)
+        if len(whole) > len(before) and (final or not whole.endswith(REPLACEMENT)):
+            self._context, self._pending = self._pending, []
+            return whole[len(before) :]
+        # Bytes that are no text are passed on too, where no later id can change them. An incomplete character is in the
+        # last LONGEST_CHARACTER - 1 ids; among the LONGEST_CHARACTER places before them, one is the end of a character,
+        # unless every id there straddles characters.
         kept = len(self._pending) - LONGEST_CHARACTER
-        if kept < LONGEST_CHARACTER:
-            return ""
-        for end in range(kept, kept - LONGEST_CHARACTER, -1):
+        for end in range(kept, kept - LONGEST_CHARACTER, -1) if kept >= LONGEST_CHARACTER else ():
             text = self._tokenizer.decode(self._context + self._pending[:end])
             if len(text) > len(before) and whole.startswith(text):
                 self._context, self._pending = self._pending[:end], self._pending[end:]
@@ -176,24 +166,24 @@ class StreamDecoder:
         return ""
 
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
-_UNKNOWN = "\U0010fffdꙮ\u9f98"
-"""Characters that few vocabularies hold."""
-
-
 class TokenBytes:
-    """Bytes in UTF-8 that every id of a tokenizer adds to the decoded text; special ids add none.
-
-    An id that is part of a character counts the bytes of its part.
-    """
+    """Bytes in UTF-8 that every id of a tokenizer adds to the decoded text; special ids add none. An id that is part of
+    a character counts the bytes of its part."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = range(tokenizer.vocab_size)
         word = next((index for index in ids if tokenizer.decode([index]).isalnum()), tokenizer.document_end)
         alone, twice = (len(tokenizer.decode([word] * count).encode()) for count in (1, 2))
-        self._inside = np.array([_added(tokenizer, [word], index, [word], twice) for index in ids])
+
+        def added(before: list[int], index: int, without: int) -> int:
+            text, piece = tokenizer.decode([*before, index, word]), tokenizer.piece(index)
+            if REPLACEMENT in text and REPLACEMENT not in piece:
+                return 1 if _BYTE.fullmatch(piece) else len(piece)  # byte-level pieces have a letter for each byte
+            return len(text.encode()) - without
+
+        self._inside = np.array([added([word], index, twice) for index in ids])
         # Many tokenizers write no space before the first word of a text.
-        self._first = np.array([_added(tokenizer, [], index, [word], twice - alone) for index in ids])
+        self._first = np.array([added([], index, twice - alone) for index in ids])
         self._special = np.zeros(len(ids), np.bool_)
         # A text encodes to a special id only where a character is unknown, and goes on after it.
         self._special[sorted(tokenizer.special_ids - set(tokenizer.encode(_UNKNOWN).tolist()))] = True
@@ -220,24 +210,10 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
     return TokenBytes(tokenizer)
 
 
-def _added(tokenizer: Tokenizer, before: list[int], index: int, after: list[int], without: int) -> int:
-    text, piece = tokenizer.decode([*before, index, *after]), tokenizer.piece(index)
-    if REPLACEMENT in text and REPLACEMENT not in piece:
-        return 1 if _BYTE.fullmatch(piece) else len(piece)  # byte-level pieces have a letter for each byte
-    return len(text.encode()) - without
-
-
-SAMPLE = 1 << 19
-"""Characters of a sample of texts."""
-LARGEST_LOSS = 1e-3
-
-
 def check_loss(tokenizer: Tokenizer, texts: Iterable[str], *, allowed: bool) -> str:
-    """Return the share of characters that a tokenizer loses, in words; an empty text if it loses none.
-
-    Up to ``SAMPLE`` characters are encoded and decoded. The normalisation that the tokenizer declares is no loss. Raise
-    ValueError if it loses more than ``LARGEST_LOSS``, which is not ``allowed``.
-    """
+    """Return the share of characters that a tokenizer loses, in words; an empty text if it loses none. Up to ``SAMPLE``
+    characters are encoded and decoded. The normalisation that the tokenizer declares is no loss. Raise ValueError if it
+    loses more than ``LARGEST_LOSS``, which is not ``allowed``."""
     sample, total, lost = list[str](), 0, Counter[str]()
     for text in texts if not isinstance(tokenizer, ByteTokenizer) else ():
         sample.append(text[: SAMPLE - total])

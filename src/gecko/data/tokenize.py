@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 
 from gecko.data.packing import batches, joined_ids
 from gecko.data.shards import FORMAT, MANIFEST, SUFFIXES, Manifest, Shard, ShardRecord, TokenizerRecord
-from gecko.data.sources import SourcePart, dataset_pieces, empty_source, find_sources
+from gecko.data.sources import SourcePart, empty_source, find_sources
 from gecko.data.text_stream import token_bytes
 from gecko.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from gecko.io.files import inner_name, parse_object, whole_file, write_text
@@ -39,10 +40,8 @@ from gecko.records import build, convert
 from gecko.runtime.process import require
 
 PLAN = "tokenize.json"
-SHARD_BYTES = (1 << 20, 1 << 30)
-"""Bounds on the bytes of consecutive files that become one shard."""
-_MANIFEST_SECONDS = 60.0
-"""Age of a temporary manifest after which its process must be gone; writing takes far less."""
+SHARD_BYTES = (1 << 20, 1 << 30)  # bounds on the bytes of consecutive files that become one shard
+_MANIFEST_SECONDS = 60.0  # age of a temporary manifest after which its process must be gone; writing takes far less
 SHARDS = 64
 """Intended number of shards of a corpus, unless ``SHARD_BYTES`` forbids it; each core can work on another shard."""
 MOST_THREADS = 8
@@ -82,17 +81,16 @@ class TokenizingPlan:
                     f"the folder for the shards must lie outside the sources; {folder} is inside {source}, and shards "
                     "there would be read as text the next time."
                 )
-        parts = [
-            (spec, part)
-            for spec, wholes in find_sources(sources, field=field)
-            for whole in wholes
-            for part in dataset_pieces(_with_absolute_path(whole))
-        ]
-        tasks = tuple(
-            Task(f"{number:05d}", group[0][0], tuple(part for _, part in group))
-            for number, group in enumerate(_groups(parts))
-        )
-        return cls(folder, TokenizerRecord.of(tokenizer), tasks)
+        parts: list[tuple[str, SourcePart]] = []
+        for spec, wholes in find_sources(sources, field=field):
+            for part in wholes:
+                if part.kind != "dataset" or Path(part.name).exists():
+                    # On a cluster, tasks start in other working folders.
+                    part = dataclasses.replace(part, name=os.path.abspath(part.name))
+                parts += [(spec, piece) for piece in part.divided()]
+        groups = enumerate(_groups(parts))
+        tasks = (Task(f"{number:05d}", group[0][0], tuple(part for _, part in group)) for number, group in groups)
+        return cls(folder, TokenizerRecord.of(tokenizer), tuple(tasks))
 
     @classmethod
     def load(cls, folder: Path) -> TokenizingPlan:
@@ -124,8 +122,7 @@ class TokenizingPlan:
 
     def done(self) -> list[ShardRecord]:
         """Return the records of the complete shards in the order of tasks."""
-        records = (read_record(self, task) for task in self.tasks)
-        return [record for record in records if record is not None]
+        return [record for task in self.tasks if (record := read_record(self, task)) is not None]
 
     def finish(self) -> Manifest | None:
         """Write the manifest and return it if all shards are complete, otherwise return None. Raise ValueError if a
@@ -146,11 +143,8 @@ class TokenizingPlan:
         return manifest
 
     def withdraw(self) -> None:
-        """Remove the plan after a failure, so that the corrected command can use the folder.
-
-        The plan stays if a shard has documents, or if the folder holds other files, such as those that another process
-        is writing.
-        """
+        """Remove the plan after a failure, so that the corrected command can use the folder. The plan stays if a shard
+        has documents, or if the folder holds other files, such as those that another process is writing."""
         names = (PLAN, *(task.name + suffix for task in self.tasks for suffix in (*SUFFIXES, ".json")))
         files = {self.folder / name for name in names}
         if set(self.folder.iterdir()) <= files and not any(record.documents for record in self.done()):
@@ -158,11 +152,9 @@ class TokenizingPlan:
                 file.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
-        """Delete the temporary files of processes that were killed.
-
-        All shards are complete, so no file of a shard is being written. Another process may be writing the manifest, so
-        a temporary manifest is deleted only if it is old.
-        """
+        """Delete the temporary files of processes that were killed. All shards are complete, so no file of a shard is
+        being written. Another process may be writing the manifest, so a temporary manifest is deleted only if it is
+        old."""
         for leftover in self.folder.glob(".*.????????"):
             name = leftover.name[1:].rpartition(".")[0]
             with suppress(FileNotFoundError):
@@ -171,18 +163,11 @@ class TokenizingPlan:
                     leftover.unlink()
 
 
-def _with_absolute_path(part: SourcePart) -> SourcePart:
-    """Make a part's path absolute: on a cluster, tasks start in other working folders."""
-    local = part.kind != "dataset" or Path(part.name).exists()
-    return dataclasses.replace(part, name=os.path.abspath(part.name)) if local else part
-
-
 def _groups(parts: list[tuple[str, SourcePart]]) -> Iterator[list[tuple[str, SourcePart]]]:
     """Group consecutive files of a source into shards; a piece of a data set is always a separate shard."""
     least, most = SHARD_BYTES
     target = min(max(sum(part.size for _, part in parts) // SHARDS, least), most)
-    group: list[tuple[str, SourcePart]] = []
-    size = 0
+    group, size = list[tuple[str, SourcePart]](), 0
     for spec, part in parts:
         if group and (size + part.size > target or spec != group[0][0] or part.kind == "dataset"):
             yield group
@@ -203,11 +188,9 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
 
 
 def run_task(folder: Path, number: int) -> ShardRecord:
-    """Write the shard of one task of the plan in ``folder``, unless it is complete.
-
-    Raise ValueError if the corpus cannot be read, or the corpus or the tokenizer has changed, OSError if writing
-    failed: the shard has no record then, so a later call writes it again.
-    """
+    """Write the shard of one task of the plan in ``folder``, unless it is complete. Raise ValueError if the corpus
+    cannot be read, or the corpus or the tokenizer has changed, OSError if writing failed: the shard has no record then,
+    so a later call writes it again."""
     plan = TokenizingPlan.load(folder)
     task = plan.tasks[number]
     if (record := read_record(plan, task)) is not None:
@@ -271,22 +254,16 @@ def _documents(task: Task) -> Iterator[str]:
 
 def _encoded(texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executor) -> Iterator[list[TokenIds]]:
     """Yield the ids of batches; the next batch is encoded while the caller works on this one."""
-    waiting = None
-    for batch in texts:
-        submitted = encoders.submit(tokenizer.encode_batch, batch)
-        if waiting is not None:
-            yield waiting.result()
-        waiting = submitted
-    if waiting is not None:
+    submitted = (encoders.submit(tokenizer.encode_batch, batch) for batch in texts)
+    for waiting, _ in pairwise(chain(submitted, [None])):
+        assert waiting is not None
         yield waiting.result()
 
 
 def run_here(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterator[ShardRecord]:
-    """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete.
-
-    At most ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time.
-    Errors are those of ``run_task``, after all started shards have ended.
-    """
+    """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete. At most
+    ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time. Errors
+    are those of ``run_task``, after all started shards have ended."""
     waiting = [number for number, task in enumerate(plan.tasks) if read_record(plan, task) is None]
     # The largest shards first, so that no large shard is still running at the end.
     waiting.sort(key=lambda number: -sum(part.size for part in plan.tasks[number].parts))
@@ -323,32 +300,24 @@ def _set_up_worker() -> None:
     """Use one thread, because the processes share the cores, and end with the parent process."""
     # The tokenizers library reads this variable when it first works in parallel.
     os.environ["RAYON_NUM_THREADS"] = "1"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent ends; otherwise the process waits forever, as it holds both ends of the pool's queue."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:  # otherwise the process waits forever, as it holds both ends of the pool's queue
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-@dataclass(frozen=True)
-class TokenizingStep:
-    """Step of a datatrove pipeline that runs the plan in ``folder``: rank r of n writes tasks r, r + n, …
-
-    The rank that writes the last shard also writes the manifest.
-    """
-
-    folder: Path
-
-    def __call__(self, data: Any, rank: int, world_size: int) -> Iterator[Any]:
-        plan = TokenizingPlan.load(self.folder)
-        for number in range(rank, len(plan.tasks), world_size):
-            run_task(self.folder, number)
-        plan.finish()
-        return iter(())
+def run_share(folder: Path, data: Any, rank: int, world_size: int) -> Iterator[Any]:
+    """Run the plan in ``folder`` as a step of a datatrove pipeline: rank r of n writes tasks r, r + n, … The rank that
+    writes the last shard also writes the manifest."""
+    plan = TokenizingPlan.load(folder)
+    for number in range(rank, len(plan.tasks), world_size):
+        run_task(folder, number)
+    plan.finish()
+    return iter(())
 
 
 def run_on_slurm(plan: TokenizingPlan, workers: int, *, partition: str, hours: int) -> str:
@@ -398,7 +367,7 @@ def _with_datatrove(executor: str, extra: str, plan: TokenizingPlan, workers: in
     folder = plan.folder.resolve()
     # The shards say which tasks are done: datatrove would not notice a deleted shard.
     found = getattr(require("datatrove.executor", extra), executor)(
-        [TokenizingStep(folder)], tasks=len(plan.tasks), workers=workers, logging_dir=str(folder / RUN_FOLDER),
+        [partial(run_share, folder)], tasks=len(plan.tasks), workers=workers, logging_dir=str(folder / RUN_FOLDER),
         skip_completed=False, **more,
     )  # fmt: skip
     found.run()

@@ -19,8 +19,7 @@ from gecko.runtime.process import is_reachable, require
 
 TokenIds = NDArray[np.int64]
 
-RECIPE = "recipe.json"
-"""File with the settings of the run that made a model."""
+RECIPE = "recipe.json"  # file with the settings of the run that made a model
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """File names of a tokenizer; if a folder has both, ``load_tokenizer`` reads the first."""
 TEMPLATE = "chat_template.jinja"
@@ -101,19 +100,16 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library.
-
-    The ``tokenizer_config.json`` beside it may name the document borders.
-    """
+    """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library. The ``tokenizer_config.json`` beside it
+    may name the document borders."""
 
     def __init__(self, path: Path, name: str) -> None:
         library = require("tokenizers", "tokenizers")
         try:
             self._tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(
-                f"{path} must be a tokenizer.json of the tokenizers library; it could not be read: {error}"
-            ) from error
+            kind = "a tokenizer.json of the tokenizers library"
+            raise ValueError(f"{path} must be {kind}; it could not be read: {error}") from error
         # Many published files contain settings of another use: its batches, or its training with random tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -128,14 +124,14 @@ class HuggingFaceTokenizer:
         self.document_start, self.document_end = _find_borders(vocabulary, settings, name)
         # Without these two lines, "<|endoftext|>" quoted in a document would end the document.
         self._tokenizer.encode_special_tokens = True
-        borders = {self.document_start, self.document_end}
         # Not every file marks its borders as special.
+        borders = {self.document_start, self.document_end}
         texts = [self._tokenizer.id_to_token(index) for index in sorted(borders)]
         self._tokenizer.add_special_tokens([library.AddedToken(text, special=True, normalized=False) for text in texts])
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset({index for index, token in added.items() if token.special} | borders)
-        named = ((self._tokenizer.id_to_token(index), index) for index in sorted(self.special_ids))
-        self.special_texts: Mapping[str, int] = dict(named)
+        special = sorted(self.special_ids)
+        self.special_texts: Mapping[str, int] = {self._tokenizer.id_to_token(index): index for index in special}
         self.digest = _digest(path, self.document_start, self.document_end)
 
     @property
@@ -199,14 +195,13 @@ class SentencePieceTokenizer:
 
     def token_bytes(self) -> list[bytes]:
         """Return the bytes of every id inside a longer text; none for ids without text."""
-        return [self._bytes(index) for index in range(self.vocab_size)]
-
-    def _bytes(self, index: int) -> bytes:
-        piece, own = self._processor.id_to_piece(index), self._processor
-        if own.is_byte(index):
-            return bytes([int(piece[3:5], 16)])
-        empty = own.is_control(index) or own.is_unknown(index) or own.is_unused(index)
-        return b"" if empty else piece.replace("▁", " ").encode()
+        found, own = [], self._processor
+        for index in range(self.vocab_size):
+            piece = own.id_to_piece(index)
+            empty = own.is_control(index) or own.is_unknown(index) or own.is_unused(index)
+            text = b"" if empty else piece.replace("▁", " ").encode()
+            found.append(bytes([int(piece[3:5], 16)]) if own.is_byte(index) else text)
+        return found
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -249,10 +244,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def known_tokenizer(folder: Path) -> str | None:
-    """Return the tokenizer of a model folder: its tokenizer files, else the name in its recipe, else None.
-
-    The files take precedence, because the recipe may name a path on another machine.
-    """
+    """Return the tokenizer of a model folder: its tokenizer files, as a recipe may name a path on another machine; else
+    the name in its recipe, else None."""
     if holds_tokenizer(folder):
         return ByteTokenizer.name if holds_byte_tokenizer(folder) else str(folder)
     data = read_object(folder / RECIPE, "a recipe").get("data") if (folder / RECIPE).is_file() else None
@@ -288,10 +281,8 @@ def _file_in(folder: Path) -> Path:
 
 
 def _fetch(hub: Any, name: str, file: str) -> Path:
-    """Return a file of the hub, from its cache if it is there.
-
-    Without a network the hub's library would try six times, for half a minute.
-    """
+    """Return a file of the hub, from its cache if it is there. Without a network the hub's library would try six times,
+    for half a minute."""
     missing = require("huggingface_hub.errors", "tokenizers").LocalEntryNotFoundError
     try:
         return Path(hub.hf_hub_download(name, file, local_files_only=True))
@@ -307,8 +298,8 @@ def _digest(path: Path, document_start: int, document_end: int) -> str:
 
 def _find_borders(vocabulary: dict[str, int], config: dict[str, Any], name: str) -> tuple[int, int]:
     """Return the ids of the document borders: those in the configuration, else those with a known name."""
-    stored = (config.get(key) for key in ("bos_token", "eos_token"))
     # A configuration holds a token's text, or an object with the text.
+    stored = (config.get(key) for key in ("bos_token", "eos_token"))
     named = [token.get("content") if isinstance(token, dict) else token for token in stored]
     choices = [[token] if isinstance(token, str) else [] for token in named]
     if not any(token in vocabulary for tokens in choices for token in tokens):
@@ -334,10 +325,8 @@ def holds_tokenizer(folder: Path) -> bool:
 
 def copy_tokenizer(spec: str, folder: Path) -> None:
     """Copy the files of the tokenizer ``spec`` to ``folder``, each atomically, and delete those of another tokenizer.
-
     The bytes tokenizer has no files. A tokenizer of the hub is not copied: its name is valid everywhere. Raise OSError
-    if a file cannot be read or written.
-    """
+    if a file cannot be read or written."""
     path, files = Path(spec).expanduser(), dict[str, Path]()
     if path.is_dir() and holds_tokenizer(path):
         path = _file_in(path)

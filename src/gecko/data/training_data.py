@@ -17,61 +17,47 @@ from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
 from gecko.data.sources import check_apart, check_disjoint, load_documents
 from gecko.data.tokenizers import Tokenizer
 
-BLOCK = 1024
-"""Number of rows in which the proportions are exact."""
-MIXTURE_STREAM = 1 << 32
-"""First random stream of the blocks, beyond the streams of epochs."""
+BLOCK = 1024  # number of rows in which the proportions are exact
+MIXTURE_STREAM = 1 << 32  # first random stream of the blocks, beyond the streams of epochs
+VALIDATION_SEED = 0
+"""Seed of the order of documents in a separate validation source: the same for every seed of a run."""
 
 
 class MixedRows:
     """Rows of several sources: each block of ``BLOCK`` rows has ``counts[source]`` rows of a source, in random order.
-
     The rows of a source keep their order, so the source of row i and its index there are functions of the seed and i. A
-    source that ends starts again. Raise ValueError if a weight is not above 0, or too small for one row per block.
-    """
+    source that ends starts again. Raise ValueError if a weight is not above 0, or too small for one row per block."""
 
     def __init__(self, sources: Sequence[Rows], weights: Sequence[float], seed: int) -> None:
-        self.counts, self._sources = block_counts(weights), list(sources)
-        self._block = lru_cache(maxsize=2)(lambda block: _order(self.counts, seed, block))
-        shares = zip(sources, self.counts, strict=True)
+        self.counts = counts = apportioned(
+            weights, BLOCK, f"a source must have at least 1/{BLOCK} of all weights, or it may never be read; got {{}}."
+        )
+        self._sources = list(sources)
+
+        @lru_cache(maxsize=2)
+        def block_of(number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            """Return the source of every row of a block, and the number of earlier rows of that source in it."""
+            origins = np.repeat(np.arange(len(counts)), counts)[permutation(BLOCK, seed, MIXTURE_STREAM + number)]
+            ordinals = np.empty(BLOCK, np.int64)
+            for source, count in enumerate(counts):
+                ordinals[origins == source] = np.arange(count)
+            return origins, ordinals
+
+        self._block_of = block_of
+        shares = zip(sources, counts, strict=True)
         # Number of rows before the first source starts again.
         self.rows_per_epoch = min(rows.rows_per_epoch * BLOCK // count for rows, count in shares)
 
     def row(self, index: int) -> Row:
-        source, own_index = self.origin(index)
-        return self._sources[source].row(own_index)
-
-    def origin(self, index: int) -> tuple[int, int]:
-        """Return the source of a row, and the row's index in that source."""
         block, place = divmod(index, BLOCK)
-        sources, ordinals = self._block(block)
-        source = int(sources[place])
-        return source, block * self.counts[source] + int(ordinals[place])
+        origins, ordinals = self._block_of(block)
+        source = int(origins[place])
+        return self._sources[source].row(block * self.counts[source] + int(ordinals[place]))
 
 
-def block_counts(weights: Sequence[float]) -> list[int]:
-    """Divide ``BLOCK`` in proportion to the weights; ValueError: one is not above 0, or too small for one row."""
-    counts = _apportioned(weights, BLOCK)
-    if min(counts) == 0:
-        raise ValueError(
-            f"a source must have at least 1/{BLOCK} of all weights, or it may never be read; got {list(weights)}."
-        )
-    return counts
-
-
-def lane_counts(weights: Sequence[float], lanes: int) -> list[int]:
-    """Divide the lanes in proportion to the weights; ValueError: one is not above 0, or too small for a lane."""
-    counts = _apportioned(weights, lanes)
-    if min(counts) == 0:
-        raise ValueError(
-            f"with data.carry_state each source must have a lane, and batch_size gives {lanes} lanes, in proportion to "
-            f"the weights {list(weights)}; got the lanes {counts}. Try a larger batch_size, or fewer sources."
-        )
-    return counts
-
-
-def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide ``total`` in proportion to the weights; shares of a half to 1, then the largest remainders, round up."""
+def apportioned(weights: Sequence[float], total: int, too_small: str) -> list[int]:
+    """Divide ``total`` in proportion to the weights; shares of a half to 1, then the largest remainders, round up.
+    ValueError: a weight is not above 0, or too small for one; ``too_small`` says so of the weights and the counts."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ValueError(f"the weight of a source must be a number above 0; got {list(weights)}.")
     shares = [total * weight / sum(weights) for weight in weights]
@@ -79,42 +65,9 @@ def _apportioned(weights: Sequence[float], total: int) -> list[int]:
     order = sorted(range(len(shares)), key=lambda n: (not 0.5 <= shares[n] < 1, counts[n] - shares[n]))
     for source in order[: total - sum(counts)]:
         counts[source] += 1
+    if min(counts) == 0:
+        raise ValueError(too_small.format(list(weights), counts))
     return counts
-
-
-def _order(counts: Sequence[int], seed: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of every row of a block, and the number of earlier rows of that source in the block."""
-    sources = np.repeat(np.arange(len(counts)), counts)[permutation(BLOCK, seed, MIXTURE_STREAM + block)]
-    ordinals = np.empty(BLOCK, np.int64)
-    for source, count in enumerate(counts):
-        ordinals[sources == source] = np.arange(count)
-    return sources, ordinals
-
-
-Corpus = ShardFolder | TokenizedCorpus
-
-
-class SplitDocuments:
-    """The documents of a corpus in memory, divided into training and held-out ones."""
-
-    def __init__(self, corpus: TokenizedCorpus, request: DataRequest) -> None:
-        self._training, self._held_out = corpus.split(request.validation_fraction, request.seed, request.layout)
-        self._seed, self.digest = request.seed, corpus.digest()
-        self.documents, self.tokens = len(self._training), self._training.num_tokens
-        self.held_out_documents, self.held_out_tokens = len(self._held_out), self._held_out.num_tokens
-        self.divided = len(self._training) + len(self._held_out) - len(corpus)
-
-    def rows(self, sequence_length: int) -> PackedRows:
-        return PackedRows(self._training, sequence_length, self._seed)
-
-    def held_out_corpus(self, max_tokens: int) -> TokenizedCorpus:
-        return self._held_out.head(max_tokens)
-
-
-Split = SplitDocuments | SplitShards
-
-VALIDATION_SEED = 0
-"""Seed of the order of documents in a separate validation source: the same for every seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +120,26 @@ class TrainingData:
         return Loader(self.rows, batch_size // parts)
 
 
+Corpus = ShardFolder | TokenizedCorpus
+
+
+class SplitDocuments:
+    """The documents of a corpus in memory, divided as those of shards are by ``SplitShards``."""
+
+    def __init__(self, corpus: TokenizedCorpus, request: DataRequest) -> None:
+        self._training, held_out = corpus.split(request.validation_fraction, request.seed, request.layout)
+        self._seed, self.digest, self.held_out_corpus = request.seed, corpus.digest(), held_out.head
+        self.documents, self.tokens = len(self._training), self._training.num_tokens
+        self.held_out_documents, self.held_out_tokens = len(held_out), held_out.num_tokens
+        self.divided = self.documents + self.held_out_documents - len(corpus)
+
+    def rows(self, sequence_length: int) -> PackedRows:
+        return PackedRows(self._training, sequence_length, self._seed)
+
+
+Split = SplitDocuments | SplitShards
+
+
 def read_sources(
     source: str, sources: Sequence[str], tokenizer: Tokenizer, request: DataRequest, *, validation: str | None = None
 ) -> dict[str, Corpus | CorpusShare]:
@@ -176,25 +149,24 @@ def read_sources(
     ``open_training_data``. Raise FileNotFoundError or ValueError if a source cannot be read, is damaged, was made with
     another tokenizer, or shares files with ``validation`` or, if both hold out documents, with another source.
     """
-    mixture = [parse_source(item)[0] for item in sources]
+    names = [parse_source(item)[0] for item in sources] or [source]
     if validation is not None:
-        check_apart(validation, mixture or [source])
-    elif request.validation_fraction > 0:
-        check_disjoint(mixture)
-    names = [*(mixture or [source]), *([] if validation is None else [validation])]
-    return {name: _read_source(name, tokenizer, request) for name in dict.fromkeys(names)}
-
-
-def _read_source(source: str, tokenizer: Tokenizer, request: DataRequest) -> Corpus | CorpusShare:
-    if is_shard_folder(source):
-        folder = ShardFolder.open(source)
-        folder.check_tokenizer(tokenizer)
-        folder.verify(request.rank, request.ranks, stamped=True)
-        return folder
-    texts = load_documents(source, field=request.field)
-    if request.ranks == 1:
-        return TokenizedCorpus.build(texts, tokenizer)
-    return CorpusShare.build(texts, tokenizer, request.rank, request.ranks)
+        check_apart(validation, names)
+        names.append(validation)
+    elif request.validation_fraction > 0 and sources:
+        check_disjoint(names)
+    found: dict[str, Corpus | CorpusShare] = {}
+    for name in dict.fromkeys(names):
+        if is_shard_folder(name):
+            found[name] = folder = ShardFolder.open(name)
+            folder.check_tokenizer(tokenizer)
+            folder.verify(request.rank, request.ranks, stamped=True)
+        elif request.ranks == 1:
+            found[name] = TokenizedCorpus.build(load_documents(name, field=request.field), tokenizer)
+        else:
+            texts = load_documents(name, field=request.field)
+            found[name] = CorpusShare.build(texts, tokenizer, request.rank, request.ranks)
+    return found
 
 
 def open_training_data(
@@ -248,7 +220,11 @@ def _open_training(
         held_out = partial(_mixed_held_out, splits, mixed.counts)
         digest = _joined_digest([split.digest for split in splits])
     if request.lanes is not None:
-        lanes = zip(parts, lane_counts(weights, request.lanes), strict=True)
+        too_few = (
+            f"with data.carry_state each source must have a lane, and batch_size gives {request.lanes} lanes, in "
+            "proportion to the weights {}; got the lanes {}. Try a larger batch_size, or fewer sources."
+        )
+        lanes = zip(parts, apportioned(weights, request.lanes, too_few), strict=True)
         rows = MixedLanes([LaneRows(part, count, request.seed) for part, count in lanes])
     counted = ("documents", "tokens", "held_out_documents", "held_out_tokens", "divided")
     totals = {field: sum(getattr(split, field) for split in splits) for field in counted}

@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from gecko.records import FieldError, Parsed, convert
 
-MAX_FUNCTIONS = 128
-"""Maximum number of functions of one conversation, as in the API of OpenAI."""
+MAX_FUNCTIONS = 128  # maximum number of functions of one conversation, as in the API of OpenAI
 MAX_JSON = 1 << 18
 """Maximum number of characters of all functions of a conversation, and of the arguments of one call."""
 _MAX_DEPTH = 32
@@ -62,8 +61,7 @@ def _shallow(value: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 FunctionName = Annotated[str, Parsed(_function_name)]
-Arguments = Annotated[dict[str, Any], Parsed(_arguments)]
-"""An object, or the text of one."""
+Arguments = Annotated[dict[str, Any], Parsed(_arguments)]  # an object, or the text of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +70,7 @@ class Function:
 
     name: FunctionName
     description: str | None = None
-    parameters: Annotated[dict[str, Any], Parsed(_parameters)] | None = None
-    """JSON schema of the arguments."""
+    parameters: Annotated[dict[str, Any], Parsed(_parameters)] | None = None  # JSON schema of the arguments
     strict: bool | None = None
 
     @property
@@ -118,8 +115,7 @@ class ToolCall:
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
-    """Ignored: parts of calls in a stream have it."""
+    index: int | None = None  # ignored: parts of calls in a stream have it
 
     @property
     def call(self) -> FunctionCall:
@@ -141,17 +137,12 @@ class FunctionCall(NamedTuple):
 class Turn(NamedTuple):
     """One message of a conversation."""
 
-    role: str
-    """``system``, ``user``, ``assistant`` or ``tool``; servers also accept ``developer``."""
+    role: str  # system, user, assistant or tool; servers also accept developer
     content: str
-    learned: bool = True
-    """Whether fine-tuning learns it, if it is an answer."""
-    calls: tuple[FunctionCall, ...] = ()
-    """Calls of functions at the end of an answer."""
-    call_id: str = ""
-    """The call whose result a message of the role ``tool`` is."""
-    name: str = ""
-    """Name of the function of that call."""
+    learned: bool = True  # whether fine-tuning learns it, if it is an answer
+    calls: tuple[FunctionCall, ...] = ()  # calls of functions at the end of an answer
+    call_id: str = ""  # the call whose result a message of the role tool is
+    name: str = ""  # name of the function of that call
 
     def fields(self, content: str, protect: Callable[[Any], Any]) -> dict[str, Any]:
         """Return the message as chat templates take it, with this ``content`` and other texts by ``protect``."""
@@ -191,11 +182,9 @@ def read_functions(value: Any, name: str, texts: bool = False) -> list[Function]
 
 
 def linked(turns: Sequence[Turn], name: str, known: Mapping[str, str] | None = MappingProxyType({})) -> list[Turn]:
-    """Return the turns of the field ``name``, with the names of functions beside their results.
-
-    Raise FieldError if a result belongs to no call. ``known`` has the names of functions by the ids of calls before
-    these turns; None: there may be any.
-    """
+    """Return the turns of the field ``name``, with the names of functions beside their results. Raise FieldError if a
+    result belongs to no call. ``known`` has the names of functions by the ids of calls before these turns; None: there
+    may be any."""
     names, found = dict(known or {}), []
     for place, turn in enumerate(turns):
         if turn.role == "tool":
@@ -212,14 +201,14 @@ class CallForm(NamedTuple):
     """Text of a call: ``opening``, a JSON object with the name of the function and its arguments, and ``closing``."""
 
     opening: str
-    arguments: str
-    """Name of the field with the arguments."""
+    arguments: str  # name of the field with the arguments
     closing: str
 
 
 PLAIN_FORM = CallForm("<tool_call>\n", "arguments", "\n</tool_call>")
 """Form of Hermes and Qwen, also where the chat template knows no functions."""
 CALL_OPENINGS, CALL_CLOSING = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"), "</tool_call>"
+CALL_TEXTS = (*CALL_OPENINGS, CALL_CLOSING)
 """Texts around calls in the forms in use. Special tokens of these names do not end answers that may call functions."""
 _TOLD = """\
 You may call functions to answer the user. This is a list of them with the JSON schemas of their arguments:
@@ -235,9 +224,7 @@ To call a function, write its name and arguments as a JSON object between <tool_
 
 def form_of(text: str, call: FunctionCall, ending: str) -> CallForm | None:
     """Return the form in which ``text`` has a call in place of an answer; None if it is no object with its fields.
-
-    ``ending`` ends every answer.
-    """
+    ``ending`` ends every answer."""
     for found, begin, end in _objects(text):
         if call.is_written(found):
             field = next(name for name, value in found.items() if value == call.arguments)
@@ -258,9 +245,7 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 def plain_turns(turns: Sequence[Turn], functions: Sequence[Function]) -> list[Turn]:
     """Return a conversation with its functions, calls and results as text: for templates that do not know them.
-
-    Functions are told in the system message, and results by the user.
-    """
+    Functions are told in the system message, and results by the user."""
     found: list[Turn] = []
     if functions:
         told = _TOLD.format("\n".join(json.dumps(function.tool, ensure_ascii=False) for function in functions))
