@@ -50,7 +50,7 @@ class StopStrings:
         return text
 
 
-S = TypeVar("S", TokenStream, LlamaStream)
+S = TypeVar("S", bound=TokenStream | LlamaStream)
 
 
 class TextStream(Generic[S]):

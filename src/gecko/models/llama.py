@@ -306,7 +306,7 @@ def _attend(
         for begin in range(0, length, size):
             block = query[:, :, begin : begin + size]
             seen = total - length + begin + block.shape[2]
-            mask = torch.ones(block.shape[2], seen, dtype=torch.bool, device=query.device).tril(seen - block.shape[2])
-            outs.append(attend(block, key[:, :, :seen], value[:, :, :seen], attn_mask=mask))
+            sees = torch.ones(block.shape[2], seen, dtype=torch.bool, device=query.device).tril(seen - block.shape[2])
+            outs.append(attend(block, key[:, :, :seen], value[:, :, :seen], attn_mask=sees))
         out = torch.cat(outs, dim=2)
     return out.transpose(1, 2), None
