@@ -63,33 +63,24 @@ def test_compact_file_rounds_to_bfloat16_what_may_be_rounded_and_nothing_else(va
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_equal_states_are_equal_files(compact, tmp_path):
+    """A file of a loaded state too: to be compact twice loses nothing."""
     state = reading()[1]
-    for name in range(6):
+    for name in range(5):
         state.save(tmp_path / str(name), compact=compact)
+        state = gecko.GeckoState.load(tmp_path / "0")
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
-
-
-def test_compact_twice_is_compact_once(tmp_path):
-    """Saving a loaded compact state as compact again loses nothing."""
-    reading()[1].save(tmp_path / "once", compact=True)
-    once = gecko.GeckoState.load(tmp_path / "once")
-    once.save(tmp_path / "twice", compact=True)
-    assert_equal(gecko.GeckoState.load(tmp_path / "twice"), once)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
 def test_compact_keeps_the_dtype_that_each_part_has_in_memory(dtype, tmp_path):
     """Here the windows have another dtype than the rest of the state."""
     _, state = reading(dtype=torch.float64)
-    window = state.mixers[0].attention.map(lambda x: x.to(dtype))
-    mixers = tuple(
-        dataclasses.replace(mixer, attention=mixer.attention.map(lambda x: x.to(dtype))) for mixer in state.mixers
-    )
-    mixed = dataclasses.replace(state, mixers=mixers)
+    mixers = [dataclasses.replace(x, attention=x.attention.map(lambda x: x.to(dtype))) for x in state.mixers]
+    mixed = dataclasses.replace(state, mixers=tuple(mixers))
     mixed.save(tmp_path / "state", compact=True)
     loaded = gecko.GeckoState.load(tmp_path / "state")
     assert [x.dtype for x in loaded.tensors().values()] == [x.dtype for x in mixed.tensors().values()]
-    assert torch.equal(loaded.mixers[0].attention.keys, window.keys.bfloat16().to(dtype))
+    assert torch.equal(loaded.mixers[0].attention.keys, mixers[0].attention.keys.bfloat16().to(dtype))
 
 
 def test_state_survives_its_model_s_folder(tmp_path):
@@ -118,21 +109,15 @@ def test_rows_and_stack_are_inverse(rows):
 
 
 def test_size_is_what_the_config_says():
-    """Float32, per layer: window, memory with two summaries, CEMA, norm. Once per model: norm and clock."""
+    """Float32, per layer: window, memory with two summaries, CEMA, norm. Once per model: norm and clock. A state on a
+    device has its clock on the host."""
     model, state = reading()
     c = model.config
-    heads, key, value = c.num_heads, c.key_head_dim, c.value_head_dim
-    window = heads * 2 * CHUNK * (key + value)
-    norm = 2 * c.timestep_groups
+    heads, key, value, norm = c.num_heads, c.key_head_dim, c.value_head_dim, 2 * c.timestep_groups
     largest_memory = heads * (3 * key * value + 2 * key * key + 3 * key)
-    per_layer = window + largest_memory + 2 * c.model_dim * c.cema_modes + norm
-    bytes_a_row = 4 * (c.num_layers * per_layer + norm) + 200
-    assert state.num_bytes <= 2 * bytes_a_row
+    per_layer = heads * 2 * CHUNK * (key + value) + largest_memory + 2 * c.model_dim * c.cema_modes + norm
+    assert state.num_bytes <= 2 * (4 * (c.num_layers * per_layer + norm) + 200)
     assert state.rows([0]).num_bytes * 2 == state.num_bytes
-
-
-def test_state_moves_to_a_device_and_keeps_its_clock_on_the_host():
-    _, state = reading()
     moved = state.to("meta")
     assert moved.position == state.position
     assert all(x.device.type == "meta" for name, x in moved.tensors().items() if not name.startswith("clock."))
@@ -145,7 +130,7 @@ def saved(tmp_path_factory) -> bytes:
     return path.read_bytes()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_found(saved, tmp_path_factory, place, bit):
     path = tmp_path_factory.getbasetemp() / "flipped.state"
@@ -158,19 +143,16 @@ def test_any_flipped_bit_is_found(saved, tmp_path_factory, place, bit):
 
 def test_files_that_hold_no_state(tmp_path):
     model, state = reading()
-    with pytest.raises(FileNotFoundError, match=r"book.state must be a file written by gecko; there is none"):
-        gecko.GeckoState.load(tmp_path / "book.state")
     model.save(tmp_path)
-    with pytest.raises(ValueError, match=r"must hold a reading state \(gecko-state-1\).*gecko-model-1"):
-        gecko.GeckoState.load(tmp_path / "model.safetensors")
     save_tensors(tmp_path / "tensors", {"x": torch.zeros(3)}, {})
-    with pytest.raises(ValueError, match=r"must hold a reading state"):
-        gecko.GeckoState.load(tmp_path / "tensors")
     state.save(tmp_path / "state")
     tensors = {name: x for name, x in state.tensors().items() if "memory" not in name}
     save_tensors(tmp_path / "old", tensors, load_tensors(tmp_path / "state")[1])
-    with pytest.raises(
-        ValueError,
-        match=r"must hold the tensors of its config; mixers.0.memory.\w+ must be float32 of .*, and is absent",
+    for name, error, message in (
+        ("book.state", FileNotFoundError, r"book.state must be a file written by gecko; there is none"),
+        ("model.safetensors", ValueError, r"must hold a reading state \(gecko-state-1\).*gecko-model-1"),
+        ("tensors", ValueError, r"must hold a reading state"),
+        ("old", ValueError, r"tensors of its config; mixers.0.memory.\w+ must be float32 of .*, and is absent"),
     ):
-        gecko.GeckoState.load(tmp_path / "old")
+        with pytest.raises(error, match=message):
+            gecko.GeckoState.load(tmp_path / name)

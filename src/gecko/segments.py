@@ -1,9 +1,7 @@
 """Document layout of one call, position of the call in the stream, and the exchange with ranks that share its rows.
-
 ``Segments`` is computed once per call on the host and passed to every layer. Documents are contiguous, so one number
 per token describes them: the position at which its document started. A key belongs to the same document as a later
-query exactly if it does not lie before that position.
-"""
+query exactly if it does not lie before that position."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ class ContextExchange:
 
 @dataclass(frozen=True)
 class Clock(TensorRecord):
-    """Position of each row in its stream: int64 tensors of shape (batch,), always on the CPU.
-
-    They are on the host so that a call can be laid out without waiting for a device.
-    """
+    """Position of each row in its stream: int64 tensors (batch,), always on the CPU, so that a call can be laid out
+    without waiting for a device."""
 
     position: Tensor
     """Tokens read so far."""
@@ -116,19 +112,24 @@ class Segments:
         """Find the document starts: wherever ``segment_ids`` (batch, length) changes along a row.
 
         Without ids the call continues the document of the clock. The first token of a stream always starts a
-        document, whatever its id. Tokens of a row after its entry in ``lengths`` (batch,) are padding: the state after
-        the call is that after the tokens before them.
-
-        Raises:
-            ValueError: there are no tokens, ``segment_ids`` are not integers of shape (batch, length), or ``lengths``
-                are not integers of shape (batch,) in 1..length, or given with ``segment_ids`` or with gradients.
+        document, whatever its id. Tokens of a row after its entry in ``lengths`` (batch,), which excludes ids and
+        gradients, are padding: the state after the call is that after the tokens before them. Raise ValueError if there
+        are no tokens, or ids or lengths are not integers of these shapes, or out of range.
         """
         if length < 1:
             raise ValueError(f"a call must have at least one token per row; got {length}. Skip it and keep the state.")
         device, fresh = torch.device(device), clock is None
         clock = clock or Clock.start(batch)
         if segment_ids is None:
-            ends = None if lengths is None else _padding(lengths, batch, length)
+            ends = None
+            if lengths is not None:
+                ends = lengths.detach().to("cpu", torch.int64).contiguous()
+                if ends.shape != (batch,) or lengths.is_floating_point() or ends.min() < 1 or ends.max() > length:
+                    got = lengths.tolist()
+                    raise ValueError(f"lengths must be {batch} integers in 1..{length}, one per row; got {got}.")
+                ends = None if bool((ends == length).all()) else ends
+                if ends is not None and torch.is_grad_enabled():
+                    raise ValueError("padded rows are read without gradients only. Use torch.inference_mode().")
             return cls(batch, length, clock, None, clock.segment_id, device, ends=ends, at_start=fresh)
         if lengths is not None:
             raise ValueError("lengths and segment_ids exclude each other; got both. Pad rows of one document each.")
@@ -164,7 +165,12 @@ class Segments:
         of earlier calls are counted in the state."""
         if self.starts is None:
             return torch.arange(1, self.length + 1, device=self.device).expand(self.batch, -1)
-        return self._placed("steps in document", _steps)
+
+        def steps(starts: np.ndarray) -> np.ndarray:
+            index = np.arange(starts.shape[1])
+            return index + 1 - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+
+        return self._placed("steps in document", steps)
 
     @cached_property
     def continues(self) -> Tensor:
@@ -223,8 +229,7 @@ class Segments:
     def select(self, rows: list[int]) -> Segments:
         """Return the layout of the given rows alone."""
         index = torch.tensor(rows, device="cpu")
-        clock = self.clock.map(lambda x: x[index])
-        starts = None if self.starts is None else self.starts[rows]
+        clock, starts = self.clock.map(lambda x: x[index]), None if self.starts is None else self.starts[rows]
         ends = None if self.ends is None else self.ends[index]
         return Segments(len(rows), self.length, clock, starts, self.last_id[index], self.device, ends=ends)
 
@@ -246,34 +251,10 @@ class Segments:
 class _Unread:
     """In the place of ``Segments.starts``: everything that reads it fails."""
 
-    def __getattr__(self, name: str) -> Any:
+    def _fail(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("documents are read outside of what Segments.shared builds, which a captured step cannot do")
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        return self.shape
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.shape
-
-    __bool__ = __len__ = __iter__ = __invert__ = __array__
-
-
-def _steps(starts: np.ndarray) -> np.ndarray:
-    """Return the number of tokens since the last start in the row, up to and including each token."""
-    index = np.arange(starts.shape[1])
-    return index + 1 - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-
-
-def _padding(lengths: Tensor, batch: int, length: int) -> Tensor | None:
-    """Return ``lengths`` as ``Segments.ends``; None if no row is shorter than the call."""
-    ends = lengths.detach().to("cpu", torch.int64).contiguous()
-    if ends.shape != (batch,) or lengths.is_floating_point() or ends.min() < 1 or ends.max() > length:
-        raise ValueError(f"lengths must be {batch} integers in 1..{length}, one per row; got {lengths.tolist()}.")
-    if bool((ends == length).all()):
-        return None
-    if torch.is_grad_enabled():
-        raise ValueError("padded rows are read without gradients only. Use torch.inference_mode().")
-    return ends
+    __getattr__ = __getitem__ = __array__ = __bool__ = __len__ = __iter__ = __invert__ = _fail
 
 
 class Context(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,9 +33,7 @@ _LONGEST = 2**53
 @dataclass(frozen=True)
 class GeckoState(TensorRecord):
     """State of a batch of texts. It is a value: calls of the model return a new state and do not change the old one.
-
-    ``model`` is the fingerprint of the weights that read the text; it is "" if gradients were enabled.
-    """
+    ``model`` is the fingerprint of the weights that read the text; it is "" if gradients were enabled."""
 
     config: GeckoConfig
     model: str
@@ -105,18 +103,16 @@ class GeckoState(TensorRecord):
         return states[0].map(lambda _: torch.cat([next(part) for part in parts]))
 
     def save(self, path: str | Path, *, compact: bool = False) -> None:
-        """Write the state to one file atomically; a file at ``path`` is replaced, as by ``torch.save``.
-
-        ``compact`` rounds the attention window, the CEMA state and the memory matrices to bfloat16, which halves the
-        file. Clocks, counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes.
-        """
+        """Write the state to one file atomically; a file at ``path`` is replaced, as by ``torch.save``. ``compact``
+        rounds the attention window, the CEMA state and the memory matrices to bfloat16, which halves the file. Clocks,
+        counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes."""
         tensors = self.tensors()
         rounded = {
             name: x for name, x in tensors.items() if compact and name.split(".")[-1] in _MAY_ROUND and x.itemsize > 2
         }
         metadata = {
             "format": FORMAT, "config": json.dumps(self.config.to_dict()), "model": self.model,
-            ROUNDED: json.dumps({name: str(x.dtype).removeprefix("torch.") for name, x in rounded.items()}),
+            ROUNDED: json.dumps({name: _name(x.dtype) for name, x in rounded.items()}),
         }  # fmt: skip
         save_tensors(path, tensors | {name: x.bfloat16() for name, x in rounded.items()}, metadata)
 
@@ -129,13 +125,21 @@ class GeckoState(TensorRecord):
             found = metadata.get("gecko", metadata.get("format", "another file"))
             raise ValueError(f"{path} must hold a reading state ({FORMAT}); it holds {found}.")
         config = stored_config(Path(path), metadata, GeckoConfig)
-        known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+        known = {_name(dtype): dtype for dtype in FLOATS}
 
         def restored() -> dict[str, Tensor]:
             return {name: tensors[name].to(known[x]) for name, x in parse_json(metadata.get(ROUNDED, "{}")).items()}
 
         tensors |= fitting(path, "a reading state", restored)
-        blank = _blank_like(config, tensors, metadata.get("model", ""))
+        # All layers have the dtypes of the first one.
+        rows = tensors.get("clock.position", torch.empty(1, dtype=torch.int64, device="cpu")).numel()
+        keys, values = (float_dtype(tensors.get(f"mixers.0.attention.{name}")) for name in ("keys", "values"))
+        wide = keys if config.norm == "rms" else float_dtype(tensors.get("final_norm.mean"))
+        wide = torch.promote_types(wide, torch.float32)
+        blank = cls.empty(config, max(1, rows), model=metadata.get("model", ""), dtype=wide, device="meta")
+        if not config.bfloat16_window:
+            window = blank.mixers[0].attention.to(keys, values)
+            blank = replace(blank, mixers=tuple(replace(mixer, attention=window) for mixer in blank.mixers))
         filled = iter(fitted(path, tensors, blank.tensors()).values())
         state = blank.map(lambda _: next(filled))
         state.check_counts(path)
@@ -158,17 +162,5 @@ class GeckoState(TensorRecord):
         return replace(self.map(lambda x: x.to(device)), clock=self.clock)
 
 
-def _blank_like(config: GeckoConfig, tensors: Mapping[str, Tensor], model: str) -> GeckoState:
-    """Return an empty state, whose layers are on ``meta``, with the rows and float dtypes of the tensors of a file.
-
-    All layers have the dtypes of the first one.
-    """
-    rows = tensors.get("clock.position", torch.empty(1, dtype=torch.int64, device="cpu")).numel()
-    first = {name: float_dtype(tensors.get(f"mixers.0.attention.{name}")) for name in ("keys", "values")}
-    wide = first["keys"] if config.norm == "rms" else float_dtype(tensors.get("final_norm.mean"))
-    wide = torch.promote_types(wide, torch.float32)
-    blank = GeckoState.empty(config, max(1, rows), model=model, dtype=wide, device="meta")
-    window = blank.mixers[0].attention
-    if not config.bfloat16_window:
-        window = window.to(**first)
-    return replace(blank, mixers=tuple(replace(mixer, attention=window) for mixer in blank.mixers))
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import gecko
-from gecko.data import Tokenizer
+from gecko.data import Tokenizer, load_tokenizer
 from gecko.data.chat import ChatFormat, PlainChat, tuning_format
 from gecko.data.turns import Turn
 from gecko.inference import Sampling, read
 from gecko.inference.chat import Conversation
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY, BYTES = Sampling(temperature=0.0), load_tokenizer("bytes")
 
 
 @pytest.fixture(params=["plain", "template"])
@@ -51,10 +51,7 @@ def test_the_state_is_that_of_the_whole_conversation(
 
 
 def test_a_stop_string_is_no_part_of_the_conversation(wide: gecko.Gecko) -> None:
-    from gecko.data import load_tokenizer
-
-    tokenizer = load_tokenizer("bytes")
-    plain = PlainChat(tokenizer)
+    plain = PlainChat(BYTES)
     with torch.no_grad():
         for row in wide.head.weight:
             row.zero_()
@@ -62,7 +59,7 @@ def test_a_stop_string_is_no_part_of_the_conversation(wide: gecko.Gecko) -> None
     class Forced(PlainChat):
         stops = ("\x00",)
 
-    conversation = Conversation(wide, tokenizer, Forced(tokenizer))
+    conversation = Conversation(wide, BYTES, Forced(BYTES))
     # All logits are equal, so the first id, the stop string, is the most likely.
     assert ask(conversation, "q") == ""
     assert conversation.state is not None
@@ -70,11 +67,8 @@ def test_a_stop_string_is_no_part_of_the_conversation(wide: gecko.Gecko) -> None
 
 
 def test_a_stopped_answer_goes_on_after_its_words(model: gecko.Gecko) -> None:
-    from gecko.data import load_tokenizer
-
-    tokenizer = load_tokenizer("bytes")
-    plain = PlainChat(tokenizer)
-    conversation = Conversation(model, tokenizer, plain)
+    plain = PlainChat(BYTES)
+    conversation = Conversation(model, BYTES, plain)
     answer = conversation.ask("q", sampling=Sampling(temperature=1.0), seed=1, max_new_tokens=500)
     for number, _ in enumerate(answer):
         if number == 3:

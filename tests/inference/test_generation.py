@@ -1,4 +1,4 @@
-"""Laws of generate, stream and ``Gecko.step``, on a model with random weights."""
+"""Laws of generate and stream, on a model with random weights."""
 
 import math
 from typing import Any
@@ -8,15 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import gecko
 from gecko.data import document_ids, load_tokenizer
-from gecko.inference import NewToken, read, stream
+from gecko.inference import NewToken, stream
 from gecko.inference.decoder import Decoder
-from gecko.state import GeckoState
-
-# ---- Laws of generate and stream, on a model with random weights.
 
 PROMPTS = st.lists(st.lists(st.integers(0, 263), min_size=1, max_size=40), min_size=1, max_size=5)
 SAMPLINGS: list[dict[str, Any]] = [
@@ -28,7 +24,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(prompts=PROMPTS, sampling=st.sampled_from(SAMPLINGS), seed=st.integers(0, 99), stop=st.integers(0, 263))
 def test_a_batch_gives_each_row_what_it_would_get_alone(
     model: gecko.Gecko, prompts: list[list[int]], sampling: dict[str, Any], seed: int, stop: int
@@ -47,15 +43,15 @@ def test_a_batch_gives_each_row_what_it_would_get_alone(
 
 
 def test_a_penalty_counts_what_the_prompt_and_the_new_text_held(model: gecko.Gecko) -> None:
-    """With the largest penalty, greedy decoding takes no token with a positive logit twice, nor one of the prompt."""
-    prompt = list(range(100))
-    plain = gecko.generate(model, prompt, max_new_tokens=60, temperature=0).tokens[0]
-    assert len({*prompt, *plain}) < 160
-    strict = gecko.generate(model, prompt, max_new_tokens=60, temperature=0, repetition_penalty=100).tokens[0]
-    assert len({*prompt, *strict}) == 160
+    """With the largest penalty, greedy decoding takes no token with a positive logit twice, nor one of the prompt; what
+    a state has read does not count."""
+    prompt, options = list(range(100)), {"max_new_tokens": 60, "temperature": 0}
     state = gecko.generate(model, prompt, max_new_tokens=0).state
-    free = gecko.generate(model, [0], max_new_tokens=60, temperature=0, repetition_penalty=100, state=state).tokens[0]
-    assert {*prompt} & {*free} - {0}, "what a state has read does not count"
+    plain = gecko.generate(model, prompt, **options).tokens[0]
+    strict = gecko.generate(model, prompt, repetition_penalty=100, **options).tokens[0]
+    free = gecko.generate(model, [0], repetition_penalty=100, state=state, **options).tokens[0]
+    assert len({*prompt, *plain}) < len({*prompt, *strict}) == 160
+    assert {*prompt} & {*free} - {0}
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -71,22 +67,23 @@ def test_streaming_gives_the_same_tokens(model: gecko.Gecko, sampling: dict[str,
 def test_a_token_is_made_when_it_is_asked_for(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for owner, name in ((model, "hidden"), (Decoder, "step")):
-        original = getattr(owner, name)
-        monkeypatch.setattr(
-            owner,
-            name,
-            lambda *args, name=name, original=original, **more: calls.append(name) or original(*args, **more),
-        )
+        call = getattr(owner, name)
+
+        def watched(*args: Any, name: str = name, call: Any = call, **more: Any) -> Any:
+            calls.append(name)
+            return call(*args, **more)
+
+        monkeypatch.setattr(owner, name, watched)
     tokens = iter(stream(model, [1, 2], max_new_tokens=5))
     for made in range(5):
         next(tokens)
         assert calls == ["hidden"] + ["step"] * made
 
 
-@settings(max_examples=20)
-@given(first=st.integers(1, 40), made=st.integers(0, 20), more=st.integers(1, 20), data=st.data())
+@settings(max_examples=10)
+@given(first=st.integers(1, 40), made=st.integers(0, 20), more=st.integers(1, 20))
 def test_a_text_goes_on_from_its_state_as_if_never_interrupted(
-    model: gecko.Gecko, first: int, made: int, more: int, data: st.DataObject
+    model: gecko.Gecko, first: int, made: int, more: int
 ) -> None:
     prompt, question = (torch.randint(0, 264, (n,), generator=torch.Generator().manual_seed(n)) for n in (first, more))
     before = gecko.generate(model, prompt, max_new_tokens=made, temperature=0)
@@ -98,15 +95,11 @@ def test_a_text_goes_on_from_its_state_as_if_never_interrupted(
 
 def test_a_state_in_the_middle_of_a_stream_has_read_what_came_out(model: gecko.Gecko) -> None:
     tokens = stream(model, [5, 6], max_new_tokens=10, temperature=0)
-    begun = [token for _, token in zip(range(4), tokens, strict=False)]
+    text = [5, 6, *(token for _, (_, token) in zip(range(4), tokens, strict=False))]
     state = tokens.state
-    rest = [token.token for token in tokens]
-    text = [5, 6, *(token.token for token in begun)]
-    assert state.position == [6]
-    torch.testing.assert_close(
-        state.final_norm.mean, gecko.generate(model, text, max_new_tokens=0).state.final_norm.mean
-    )
-    assert len(rest) == 6
+    assert state.position == [6] and len(list(tokens)) == 6
+    expected = gecko.generate(model, text, max_new_tokens=0).state
+    torch.testing.assert_close(state.final_norm.mean, expected.final_norm.mean)
 
 
 def test_the_state_after_numbers_that_are_not_finite_has_read_what_came_out(
@@ -129,28 +122,19 @@ def test_the_state_after_numbers_that_are_not_finite_has_read_what_came_out(
 
 
 def test_stopping_a_row_leaves_the_others_alone(model: gecko.Gecko) -> None:
-    prompts = [[1], [2], [3]]
+    """In the middle of the stream, and before the first token."""
+    prompts = [[1], [2], [3], [4]]
     whole = gecko.generate(model, prompts, max_new_tokens=6, temperature=0)
     tokens = stream(model, prompts, max_new_tokens=6, temperature=0)
-    made: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    tokens.stop(3)
+    made: list[list[int]] = [[] for _ in prompts]
     for row, token in tokens:
         made[row].append(token)
         if row == 2 and len(made[2]) == 2:
             tokens.stop(1)
-    assert made[0] == whole.tokens[0]
-    assert made[1] == whole.tokens[1][:2]
-    assert made[2] == whole.tokens[2]
-    assert tokens.finish_reasons == ["length", "stop", "length"]
-    assert tokens.state.position == [7, 3, 7]
-
-
-def test_a_row_may_be_stopped_before_its_first_token(model: gecko.Gecko) -> None:
-    whole = gecko.generate(model, [[1], [2]], max_new_tokens=4, temperature=0)
-    tokens = stream(model, [[1], [2]], max_new_tokens=4, temperature=0)
-    tokens.stop(0)
-    assert [token for row, token in tokens if row == 1] == whole.tokens[1]
-    assert tokens.finish_reasons == ["stop", "length"]
-    assert tokens.state.position == [1, 5]
+    assert made == [whole.tokens[0], whole.tokens[1][:2], whole.tokens[2], []]
+    assert tokens.finish_reasons == ["length", "stop", "length", "stop"]
+    assert tokens.state.position == [7, 3, 7, 1]
 
 
 def test_a_stop_token_is_neither_returned_nor_read(model: gecko.Gecko) -> None:
@@ -178,25 +162,14 @@ def test_a_seed_decides_and_none_follows_pytorch(model: gecko.Gecko) -> None:
     assert tokens(None) == first
 
 
-def test_generation_leaves_pytorchs_random_numbers_alone(model: gecko.Gecko) -> None:
-    before = torch.get_rng_state()
-    gecko.generate(model, [1], max_new_tokens=3, seed=1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     "kind", [list, tuple, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32)]
 )
 def test_every_kind_of_prompt(model: gecko.Gecko, kind: Any) -> None:
     expected = gecko.generate(model, [1, 2, 3], max_new_tokens=4, temperature=0).tokens
     assert gecko.generate(model, kind([1, 2, 3]), max_new_tokens=4, temperature=0).tokens == expected
-    assert gecko.generate(model, [kind([1, 2, 3])] * 2, max_new_tokens=4, temperature=0).tokens == expected * 2
-
-
-def test_rows_of_a_tensor_are_prompts(model: gecko.Gecko) -> None:
-    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    out = gecko.generate(model, prompts, max_new_tokens=3, temperature=0)
-    assert out.tokens == gecko.generate(model, list(prompts), max_new_tokens=3, temperature=0).tokens
+    for prompts in ([kind([1, 2, 3])] * 2, kind([[1, 2, 3]] * 2)):
+        assert gecko.generate(model, prompts, max_new_tokens=4, temperature=0).tokens == expected * 2
 
 
 def test_several_prompts_continue_one_state_or_one_each(model: gecko.Gecko) -> None:
@@ -217,14 +190,6 @@ def test_the_state_may_be_used_where_gradients_flow(model: gecko.Gecko) -> None:
     logits, _ = model(torch.tensor([[3, 4]]), state=state)
     logits.sum().backward()
     model.zero_grad(set_to_none=True)
-
-
-def test_weights_that_are_not_finite_are_named(model: gecko.Gecko) -> None:
-    broken = gecko.Gecko(model.config)
-    with torch.no_grad():
-        broken.head.weight[3] = torch.nan
-    with pytest.raises(ValueError, match="finite"):
-        gecko.generate(broken, [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -248,11 +213,7 @@ def test_weights_that_are_not_finite_are_named(model: gecko.Gecko) -> None:
         ({"prompt_tokens": [[1], []]}, ValueError, "at least one token"),
         ({"prompt_tokens": [1, 264]}, ValueError, "0..263; got 264"),
         ({"prompt_tokens": [1.5]}, TypeError, "integers"),
-        (
-            {"prompt_tokens": "text"},
-            ValueError,
-            "gecko.load read from a folder with its tokenizer; this model has none",
-        ),
+        ({"prompt_tokens": "text"}, ValueError, "from a folder with its tokenizer; this model has none"),
         ({"prompt_tokens": ["text", [1]]}, TypeError, "all texts or all token ids"),
         ({"prompt_tokens": torch.zeros(1, 1, 1, dtype=torch.int64)}, ValueError, "1-D"),
     ],
@@ -263,9 +224,7 @@ def test_wrong_arguments(model: gecko.Gecko, options: dict[str, Any], error: typ
         gecko.generate(model, prompt, **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_new_tokens": -1}, {"logit_bias": {264: 1.0}}, {"seed": [1, 2, 3]}, {"top_k": 0}], ids=str
-)
+@pytest.mark.parametrize("options", [{"max_new_tokens": -1}, {"logit_bias": {264: 1.0}}, {"seed": [1, 2, 3]}], ids=str)
 def test_wrong_arguments_are_found_before_anything_is_read(
     model: gecko.Gecko, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,64 +256,3 @@ def test_a_text_is_its_ids_and_the_result_is_text() -> None:
     assert after.tokens == gecko.generate(model, ids, state=texts.state, **options).tokens
     ending = gecko.generate(model, "It was ", logit_bias={tokenizer.document_end: 100.0}, **options)
     assert ending.tokens == [[]] and ending.finish_reasons == ["stop"]
-
-
-# ---- ``Gecko.step`` is a call of one token; states are values, which no call changes.
-
-
-def text(length: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(1000 * seed + length))
-
-
-def same(found: GeckoState, expected: GeckoState) -> None:
-    for name, tensor in expected.tensors().items():
-        torch.testing.assert_close(found.tensors()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_call_leaves_the_state_that_it_is_given(model: gecko.Gecko, grad: bool) -> None:
-    with torch.set_grad_enabled(grad):
-        state = read(model, [text(15)]).state.map(torch.clone)
-        before = state.map(torch.clone)
-        for tokens in ([[5]], [[6]], [[7, 8]]):
-            model(torch.tensor(tokens), state=state)
-            for name, tensor in state.tensors().items():
-                assert torch.equal(tensor, before.tensors()[name]), name
-
-
-@settings(max_examples=10)
-@given(length=st.integers(1, 40), steps=st.integers(1, 20))
-def test_a_step_is_a_call_of_one_token(model: gecko.Gecko, length: int, steps: int) -> None:
-    state = read(model, [text(length)]).state
-    own = state
-    with torch.inference_mode():
-        for count in range(steps):
-            tokens = text(1, count)
-            expected, state = model(tokens.unsqueeze(1), state=state)
-            logits, own = model.step(tokens, own)
-            torch.testing.assert_close(logits, expected[:, 0], rtol=1e-5, atol=1e-5)
-            same(own, state)
-
-
-def test_a_step_follows_weights_that_change(model: gecko.Gecko) -> None:
-    """What a layer keeps from token to token is made anew."""
-    changed = gecko.Gecko(model.config)
-    changed.load_state_dict(model.state_dict())
-    states = []
-    for _ in range(2):
-        with torch.inference_mode():
-            states.append(changed.step(torch.tensor([1]), changed.empty_state())[1])
-        with torch.no_grad():
-            changed.blocks[0].mixer.cema.alpha.add_(1)
-    with torch.inference_mode():
-        _, expected = changed(torch.tensor([[1]]))
-        _, found = changed.step(torch.tensor([1]), changed.empty_state())
-    same(found, expected)
-    assert not torch.equal(states[0].mixers[0].cema, found.mixers[0].cema)
-
-
-def test_states_of_others_do_not_step(model: gecko.Gecko) -> None:
-    with pytest.raises(ValueError, match="hold the tokens' 2 rows; it holds 1"):
-        model.step(torch.tensor([1, 2]), model.empty_state(1))
-    with pytest.raises(ValueError, match=r"0\.\.263; got 264"):
-        model.step(torch.tensor([264]), model.empty_state(1))

@@ -2,6 +2,8 @@
 
 import json
 import re
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gecko.data import load_tokenizer
-from gecko.inference.grammar import ConstraintError, Grammar, GrammarCompiler
+from gecko.inference.grammar import ConstraintError, Grammar, GrammarCompiler, JsonTokens, Matcher, Names
 
 COMPILER = GrammarCompiler(load_tokenizer("bytes"), 264)
 END = 256
@@ -22,7 +24,7 @@ KINDS = {
 
 def write(grammar: Grammar, seed: int, length: int = 200) -> str | None:
     """Return a text of random bytes that the grammar allows; None if it does not end. Symbols of JSON are likely."""
-    random, matcher, text = np.random.default_rng(seed), COMPILER.compile(grammar).start([END]), bytearray()
+    random, matcher, text = np.random.default_rng(seed), Matcher(COMPILER.compile(grammar), [END]), bytearray()
     weights = np.where(np.arange(264) < 128, 1.0, 0.02)
     for symbols, weight in ((b'"}]', 15.0), (b"\\u0619.", 6.0)):
         weights[list(symbols)] = weight
@@ -128,7 +130,7 @@ SCHEMAS = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(schema=SCHEMAS, seed=st.integers(0, 1 << 20))
 def test_a_complete_text_fits_its_schema(schema: dict[str, Any], seed: int) -> None:
     grammar = Grammar.json_schema(schema)
@@ -156,8 +158,8 @@ def test_a_complete_text_fits_its_schema(schema: dict[str, Any], seed: int) -> N
     ids=str,
 )
 def test_texts_of_schemas_that_the_library_reads_otherwise(schema: dict[str, Any]) -> None:
-    texts = [text for seed in range(60) if (text := write(Grammar.json_schema(schema), seed)) is not None]
-    assert len(texts) > 20
+    texts = [text for seed in range(30) if (text := write(Grammar.json_schema(schema), seed)) is not None]
+    assert len(texts) > 10
     for text in texts:
         assert fits(json.loads(text, object_pairs_hook=once), schema), text
 
@@ -165,9 +167,8 @@ def test_texts_of_schemas_that_the_library_reads_otherwise(schema: dict[str, Any
 @pytest.mark.parametrize("begin", ['{"\\u0061":', '{"b":1,"b":', '{"b":{"c":1},"b":'])
 def test_a_name_has_one_spelling_and_one_place(begin: str) -> None:
     """However the model goes on, no parser finds another schema's value or fewer properties than were counted."""
-    matcher = COMPILER.compile(Grammar.json_schema({"properties": {"a": {"type": "integer"}}, "type": "object"})).start(
-        []
-    )
+    schema = {"properties": {"a": {"type": "integer"}}, "type": "object"}
+    matcher = Matcher(COMPILER.compile(Grammar.json_schema(schema)), [])
     for byte in begin.encode():
         if not matcher.allowed[byte]:
             return
@@ -181,7 +182,7 @@ def test_a_name_has_one_spelling_and_one_place(begin: str) -> None:
     ({"exclusiveMinimum": 0, "maximum": 1}, "0." + "0" * 400 + "1"),
 ])  # fmt: skip
 def test_no_number_is_read_as_the_bound_that_it_must_not_reach(bounds: dict[str, float], text: str) -> None:
-    matcher = COMPILER.compile(Grammar.json_schema({"type": "number", **bounds})).start([END])
+    matcher = Matcher(COMPILER.compile(Grammar.json_schema({"type": "number", **bounds})), [END])
     for byte in text.encode():
         if not matcher.allowed[byte]:
             return
@@ -190,8 +191,6 @@ def test_no_number_is_read_as_the_bound_that_it_must_not_reach(bounds: dict[str,
 
 
 def test_names_are_told_apart_with_tokens_of_several_symbols() -> None:
-    from gecko.inference.grammar import JsonTokens, Names
-
     parts = [b"a", b'"', b'a":', b'"a', b'":1,"', b"\\u0061", b"u0061", b"\\", b'{"":2,"":3', b'"b":[{"a":1}]']
     tokens, every = JsonTokens(parts), np.ones(len(parts), dtype=bool)
 
@@ -237,25 +236,20 @@ def test_what_the_grammar_does_not_hold_is_refused(schema: dict[str, Any], told:
 
 @pytest.mark.parametrize("form", ["date", "date-time", "time"])
 def test_dates_are_those_of_the_calendar(form: str) -> None:
-    from datetime import datetime
-
-    for year, day, time in (
-        ("2023", "02-29", "00:00:00Z"),
-        ("0000", "01-01", "00:00:00Z"),
-        ("2023", "04-05", "23:59:60Z"),
-    ):
-        text = {"date": f"{year}-{day}", "time": time, "date-time": f"{year}-{day}T{time}"}[form]
+    for day, time in (("2023-02-29", "00:00:00Z"), ("0000-01-01", "00:00:00Z"), ("2023-04-05", "23:59:60Z")):
+        text = {"date": day, "time": time, "date-time": f"{day}T{time}"}[form]
         try:
             datetime.fromisoformat(text if form != "time" else f"2000-01-01T{time}")
         except ValueError:
-            with pytest.raises(ConstraintError):
-                COMPILER.compile(Grammar.json_schema({"format": form, "const": text}))
+            expectation: AbstractContextManager[Any] = pytest.raises(ConstraintError)
         else:
+            expectation = nullcontext()
+        with expectation:
             COMPILER.compile(Grammar.json_schema({"format": form, "const": text}))
 
 
 @pytest.mark.parametrize("pattern", [r"\w{3}", r"\d\w", '[^"]{2}', r"[\w-]{2}x?", r"\s\d"])
 def test_a_regular_expression_means_what_it_means_elsewhere(pattern: str) -> None:
-    for seed in range(60):
+    for seed in range(20):
         text = write(Grammar("regex", pattern), seed)
         assert text is not None and re.fullmatch(pattern, text), text

@@ -16,45 +16,44 @@ from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.request import Finished, KeptStates, Request
 from gecko.inference.scheduler import Engine
 
-# ---- Prefill gives the same result for any division of the prompt, in bounded memory.
 
-
-def prompt(length: int, seed: int = 0) -> Tensor:
+def ids(length: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_reading_is_what_one_call_of_the_model_gives(model: gecko.Gecko) -> None:
-    tokens = prompt(70)
+def assert_same(found: gecko.GeckoState, expected: gecko.GeckoState) -> None:
+    for name, tensor in expected.tensors().items():
+        torch.testing.assert_close(found.tensors()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+
+
+# ---- Prefill gives the same result for any division of the prompt, in bounded memory.
+
+
+@settings(max_examples=20)
+@given(length=st.integers(1, 90), cuts=st.lists(st.integers(0, 90), max_size=5), piece=st.integers(1, 100))
+def test_neither_pieces_nor_parts_matter(model: gecko.Gecko, length: int, cuts: list[int], piece: int) -> None:
+    """The prefill is what one call of the model gives, and so are the losses."""
+    tokens = ids(length)
+    parts = torch.tensor_split(tokens, sorted(cuts))
     with torch.no_grad():
         logits, state = model(tokens.unsqueeze(0))
-    reading = read(model, [tokens])
-    torch.testing.assert_close(reading.logits, logits[0, -1])
-    for name, tensor in reading.state.tensors().items():
-        torch.testing.assert_close(tensor, state.tensors()[name], msg=name)
-
-
-@settings(max_examples=25)
-@given(
-    length=st.integers(1, 90), cuts=st.lists(st.integers(0, 90), max_size=5), piece=st.integers(1, 100), data=st.data()
-)
-def test_neither_pieces_nor_parts_matter(
-    model: gecko.Gecko, length: int, cuts: list[int], piece: int, data: st.DataObject
-) -> None:
-    tokens = prompt(length)
-    whole = read(model, [tokens])
-    parts = list(torch.tensor_split(tokens, sorted(cuts)))
-    cut = read(model, parts, piece=piece)
+    cut, scored = read(model, parts, piece=piece), list(score(model, parts, piece=piece))
     assert cut.state.position == [length]
-    torch.testing.assert_close(cut.logits, whole.logits, rtol=1e-4, atol=1e-4)
-    for name, tensor in cut.state.tensors().items():
-        torch.testing.assert_close(tensor, whole.state.tensors()[name], rtol=1e-4, atol=1e-4, msg=name)
+    torch.testing.assert_close(cut.logits, logits[0, -1], rtol=1e-4, atol=1e-4)
+    for found in (cut.state, scored[-1].state):
+        assert_same(found, state)
+    losses = torch.cat([losses for losses, _ in scored])
+    assert losses.shape == (length - 1,)
+    if length > 1:
+        expected, _ = model.token_losses(tokens[None, :-1], tokens[None, 1:])
+        torch.testing.assert_close(losses, expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_pieces_end_at_multiples_of_their_length_wherever_the_state_stands(
     model: gecko.Gecko, calls: list[tuple[int, int]]
 ) -> None:
-    state = read(model, [prompt(5)]).state
-    read(model, [prompt(30), prompt(20)], state, piece=16)
+    state = read(model, [ids(5)]).state
+    read(model, [ids(30), ids(20)], state, piece=16)
     assert calls == [(1, length) for length in (5, 11, 16, 16, 7)]
 
 
@@ -71,7 +70,7 @@ def test_parts_are_taken_when_they_are_needed(model: gecko.Gecko) -> None:
         nonlocal taken
         for _ in range(40):
             taken += 10
-            yield prompt(10)
+            yield ids(10)
 
     def watched(tokens: Tensor, **more: object) -> object:
         result = hidden(tokens, **more)
@@ -86,60 +85,35 @@ def test_parts_are_taken_when_they_are_needed(model: gecko.Gecko) -> None:
 
 
 def test_memory_does_not_grow_with_the_text(model: gecko.Gecko) -> None:
-    process = psutil.Process()
-
-    def resident_after(tokens: int) -> int:
+    def resident_after(pieces: int) -> int:
         nonlocal state
-        state = read(model, (prompt(4096, i) for i in range(tokens // 4096)), state, piece=512).state
-        return process.memory_info().rss
+        state = read(model, (ids(4096, i) for i in range(pieces)), state, piece=512).state
+        return psutil.Process().memory_info().rss
 
     state = None
-    before = resident_after(8 * 4096)
+    before = resident_after(4)
     size = state.num_bytes
-    after = resident_after(24 * 4096)
+    assert resident_after(12) - before < 16e6
     assert state.num_bytes == size
-    assert after - before < 16e6
 
 
-def test_the_model_keeps_its_mode(model: gecko.Gecko) -> None:
-    modes = []
-    handle = model.blocks[0].register_forward_pre_hook(lambda block, _: modes.append(block.training))
-    model.train()
-    read(model, [prompt(3)])
-    handle.remove()
-    assert modes == [False]
-    assert model.training
-
-
-def test_a_prompt_without_tokens_is_refused(model: gecko.Gecko) -> None:
-    state = read(model, [prompt(3)]).state
-    for before in (None, state):
+def test_what_is_no_prompt_is_refused(model: gecko.Gecko) -> None:
+    for before in (None, read(model, [ids(3)]).state):
         with pytest.raises(ValueError, match="at least one token"):
             read(model, [torch.empty(0, dtype=torch.int64)], before)
-
-
-@pytest.mark.parametrize("wrong", [-1, 264, 2**40])
-def test_ids_out_of_range_are_refused(model: gecko.Gecko, wrong: int) -> None:
-    with pytest.raises(ValueError, match=rf"a prompt must be ids in 0\.\.263; got {wrong}"):
-        read(model, [torch.tensor([1, wrong])])
-
-
-def test_tokens_of_a_wrong_kind_are_refused(model: gecko.Gecko) -> None:
-    for wrong in (torch.zeros(3), torch.zeros(1, 3, dtype=torch.int64), torch.tensor(3), torch.tensor([True])):
-        with pytest.raises(TypeError, match="1-D integers"):
-            read(model, [wrong])
-
-
-def test_a_state_of_several_rows_is_refused(model: gecko.Gecko) -> None:
-    with pytest.raises(ValueError, match="one row; got 3"):
-        read(model, [prompt(3)], model.empty_state(3))
+    assert list(score(model, [])) == []
+    for way in (read, lambda *given: list(score(*given))):
+        for wrong in (-1, 264, 2**40):
+            with pytest.raises(ValueError, match=rf"a prompt must be ids in 0\.\.263; got {wrong}"):
+                way(model, [torch.tensor([1, wrong])])
+        for wrong in (torch.zeros(3), torch.zeros(1, 3, dtype=torch.int64), torch.tensor(3), torch.tensor([True])):
+            with pytest.raises(TypeError, match="1-D integers"):
+                way(model, [wrong])
+        with pytest.raises(ValueError, match="one row; got 3"):
+            way(model, [ids(3)], model.empty_state(3))
 
 
 # ---- Several prompts in one call of the model: each gets what it would get alone.
-
-
-def ids(length: int, seed: int) -> Tensor:
-    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def run(engine: Engine, prompts: list[Tensor], states: list[gecko.GeckoState | None]) -> list[KeptStates]:
@@ -156,10 +130,8 @@ def check(
     model: gecko.Gecko, prompts: list[Tensor], states: list[gecko.GeckoState | None], kept: list[KeptStates]
 ) -> None:
     for prompt, before, keep in zip(prompts, states, kept, strict=True):
-        alone = read(model, [prompt], before).state
         assert keep.prompt is not None
-        for (name, own), same in zip(keep.prompt.tensors().items(), alone.tensors().values(), strict=True):
-            torch.testing.assert_close(own, same, rtol=1e-4, atol=1e-4, msg=name)
+        assert_same(keep.prompt, read(model, [prompt], before).state)
 
 
 def test_short_prompts_are_read_in_one_call(model: gecko.Gecko, calls: list[tuple[int, int]]) -> None:
@@ -205,47 +177,30 @@ def test_a_common_beginning_is_read_once(model: gecko.Gecko, calls: list[tuple[i
 
 
 def test_a_prompt_that_fails_fails_alone(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = model.hidden
+    """In the call that it shares with others, or in its second piece."""
+    hidden, good, bad = model.hidden, [ids(9, 1).clamp(min=8), ids(9, 2).clamp(min=8)], torch.full((9,), 7)
 
     def failing(tokens: Tensor, **more: object) -> object:
         if (tokens == 7).all(1).any():
-            raise RuntimeError("broken")
+            raise RuntimeError("planted")
         return hidden(tokens, **more)
 
     monkeypatch.setattr(model, "hidden", failing)
-    engine = Engine(model, rows=3)
-    wanted = [ids(9, 1), torch.full((9,), 7), ids(9, 2)]
-    names = [engine.submit(Request(prompt, 2, Sampling(0.0))) for prompt in wanted]
-    ends: dict[int, str] = {}
-    while not engine.idle:
-        ends |= {event.request_id: event.reason for event in engine.step() if isinstance(event, Finished)}
-    assert [ends[name] for name in names] == ["length", "error", "length"]
+    for wrong, read_before in ((bad, 0), (torch.cat([good[0], ids(7, 3).clamp(min=8), bad]), 16)):
+        engine = Engine(model, rows=3, piece=None if wrong is bad else 16)
+        names = [engine.submit(Request(prompt, 2, Sampling(0.0))) for prompt in (good[0], wrong, good[1])]
+        ends: dict[int, Finished] = {}
+        while not engine.idle:
+            ends |= {event.request_id: event for event in engine.step() if isinstance(event, Finished)}
+        assert [ends[name].reason for name in names] == ["length", "error", "length"]
+        assert ends[names[1]] == Finished(names[1], "error", "RuntimeError: planted", read_before)
 
 
-# ---- Scoring a text reads it, and gives every token the loss of one call of the model.
-
-
-def text(length: int) -> torch.Tensor:
-    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(length))
-
-
-@settings(max_examples=20)
-@given(length=st.integers(1, 90), cuts=st.lists(st.integers(0, 90), max_size=4), piece=st.integers(1, 100))
-def test_losses_and_state_of_any_pieces(model: gecko.Gecko, length: int, cuts: list[int], piece: int) -> None:
-    tokens = text(length)
-    scored = list(score(model, torch.tensor_split(tokens, sorted(cuts)), piece=piece))
-    losses = torch.cat([losses for losses, _ in scored])
-    assert losses.shape == (length - 1,)
-    if length > 1:
-        expected, _ = model.token_losses(tokens[None, :-1], tokens[None, 1:])
-        torch.testing.assert_close(losses, expected[0], rtol=1e-4, atol=1e-4)
-    whole = read(model, [tokens]).state
-    for name, tensor in scored[-1].state.tensors().items():
-        torch.testing.assert_close(tensor, whole.tensors()[name], rtol=1e-4, atol=1e-4, msg=name)
+# ---- Scoring after a state, and between two pieces.
 
 
 def test_a_state_goes_on_and_its_next_token_is_not_scored(model: gecko.Gecko) -> None:
-    tokens = text(60)
+    tokens = ids(60)
     before = read(model, [tokens[:20]]).state
     scored = list(score(model, [tokens[20:]], before, piece=16))
     expected, _ = model.token_losses(tokens[None, :-1], tokens[None, 1:])
@@ -255,13 +210,5 @@ def test_a_state_goes_on_and_its_next_token_is_not_scored(model: gecko.Gecko) ->
 
 
 def test_between_two_pieces_gradients_are_as_the_caller_has_them(model: gecko.Gecko) -> None:
-    for _ in score(model, [text(50)], piece=16):
+    for _ in score(model, [ids(50)], piece=16):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def test_bad_tokens_and_states(model: gecko.Gecko) -> None:
-    assert list(score(model, [])) == []
-    with pytest.raises(ValueError, match=r"ids in 0\.\.263; got 264"):
-        list(score(model, [torch.tensor([264])]))
-    with pytest.raises(ValueError, match="one row; got 2"):
-        list(score(model, [text(3)], model.empty_state(2)))

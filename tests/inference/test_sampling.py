@@ -1,7 +1,7 @@
 """Tokens are drawn after bias, penalties, temperature, top-k, top-p and min-p, in this order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, finite_rows, not_finite
+from gecko.inference.sampling import Sampler, Sampling, broken_rows, not_finite, random_numbers
 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=12)
 SAMPLINGS = st.builds(
@@ -33,10 +33,9 @@ def by_hand(
     """Compute the probabilities from the definition, one number at a time."""
     biases = [sampling.logit_bias.get(i, 0) for i in range(len(logits))]
     scores = [-math.inf if bias <= -100 else x + bias for x, bias in zip(logits, biases, strict=True)]
+    penalty = sampling.repetition_penalty
     for i in seen or ():
-        scores[i] = (
-            scores[i] / sampling.repetition_penalty if scores[i] > 0 else scores[i] * sampling.repetition_penalty
-        )
+        scores[i] = scores[i] / penalty if scores[i] > 0 else scores[i] * penalty
     for i, count in enumerate(counts):
         scores[i] -= count * sampling.frequency_penalty + (count > 0) * sampling.presence_penalty
     scaled = [x / sampling.temperature for x in scores]
@@ -65,7 +64,7 @@ def by_hand(
     return [chance.get(i, 0.0) / total for i in range(len(logits))]
 
 
-def draw(logits: Tensor, sampling: Sampling, randoms: list[RandomNumbers], seen: Tensor | None = None) -> list[int]:
+def draw(logits: Tensor, sampling: Sampling, randoms: list[Iterator[float]], seen: Tensor | None = None) -> list[int]:
     return Sampler([sampling] * len(logits)).draw(logits, randoms, seen)
 
 
@@ -107,31 +106,16 @@ def test_probabilities_are_the_definition_for_every_row(
 def test_a_bias_excludes_tokens(temperature: float, bias: float) -> None:
     """Whatever else shapes the distribution, and however likely they are."""
     logits, seen = torch.tensor([[300.0, 0.0, 200.0, -5.0]]).expand(100, 4), torch.ones(100, 4, dtype=torch.bool)
-    for more in (
-        {},
-        {"top_k": 3},
-        {"top_p": 0.9},
-        {"min_p": 0.5},
-        {"repetition_penalty": 0.01},
-        {"presence_penalty": -2.0},
-    ):
-        sampling = Sampling(temperature, logit_bias={0: bias, 2: bias}, **more)
+    for name, value in (
+        ("top_k", None), ("top_k", 3), ("top_p", 0.9), ("min_p", 0.5), ("repetition_penalty", 0.01),
+        ("presence_penalty", -2.0),
+    ):  # fmt: skip
+        sampling = Sampling(temperature, logit_bias={0: bias, 2: bias}, **{name: value})
         counts = counts_of([sampling] * 100, 4)
-        found = Sampler([sampling] * 100).draw(logits, [RandomNumbers(seed) for seed in range(100)], seen, counts)
+        found = Sampler([sampling] * 100).draw(logits, [random_numbers(seed) for seed in range(100)], seen, counts)
         assert set(found) <= {1, 3}
     with pytest.raises(ValueError, match="must leave a token"):
         Sampling(temperature, logit_bias=dict.fromkeys(range(4), bias)).check_ids(4)
-
-
-@given(logits=LOGITS, sampling=SAMPLINGS, seed=st.integers(0))
-def test_only_what_is_kept_is_drawn(logits: list[float], sampling: Sampling, seed: int) -> None:
-    counts = counts_of([sampling], len(logits))
-    chance = by_hand(logits, sampling, {0}, counts[0].tolist() if counts else ())
-    random = RandomNumbers(seed % 2**63)
-    for _ in range(5):
-        rows = torch.tensor([logits]), [random], seen_by([{0}], len(logits)), counts
-        (token,) = Sampler([sampling]).draw(*rows)
-        assert chance[token] > 0
 
 
 @given(
@@ -143,8 +127,8 @@ def test_a_row_draws_what_it_would_draw_alone(samplings: list[Sampling], seed: i
     logits = torch.randn(len(samplings), 30, generator=generator)
     seen = torch.rand(logits.shape, generator=generator) < 0.3
 
-    def randoms(rows: range) -> list[RandomNumbers]:
-        return [RandomNumbers(row) for row in rows]
+    def randoms(rows: range) -> list[Iterator[float]]:
+        return [random_numbers(row) for row in rows]
 
     counts = counts_of(samplings, 30, seed)
     together = Sampler(samplings).draw(logits, randoms(range(len(samplings))), seen, counts)
@@ -160,28 +144,15 @@ def test_a_row_draws_what_it_would_draw_alone(samplings: list[Sampling], seed: i
 def test_excluded_tokens_are_never_drawn(temperature: float, top_k: int | None) -> None:
     """Also the first one, for the smallest uniform number, and in C."""
     logits = torch.tensor([[9.0, 3.0, 8.0, 2.9, 9.0]]).index_fill(1, torch.tensor([0, 2, 4]), -math.inf).repeat(50, 1)
-    randoms = [RandomNumbers(row) for row in range(50)]
+    randoms = [random_numbers(row) for row in range(50)]
     assert set(draw(logits, Sampling(temperature, top_k), randoms)) == ({1, 3} if temperature else {1})
-
-
-def test_a_penalty_of_two_makes_greedy_turn_to_the_next() -> None:
-    logits, seen = torch.tensor([[3.0, 2.0, -1.0]] * 2), torch.tensor([[True, False, False], [False] * 3])
-    assert draw(logits, Sampling(0.0, repetition_penalty=2.0), [RandomNumbers(0)] * 2, seen) == [1, 0]
-    assert draw(-logits, Sampling(0.0, repetition_penalty=2.0), [RandomNumbers(0)] * 2, seen) == [2, 2]
-
-
-def test_a_bias_of_minus_100_rules_a_token_out_and_one_of_100_rules_it_in() -> None:
-    logits = torch.tensor([[3.0, 2.0, -1.0]])
-    assert draw(logits, Sampling(0.0, logit_bias={0: -100.0}), [RandomNumbers(0)]) == [1]
-    assert draw(logits, Sampling(1.0, logit_bias={2: 100.0}), [RandomNumbers(0)]) == [2]
-    assert logits.tolist() == [[3.0, 2.0, -1.0]]
 
 
 def test_frequencies_are_the_probabilities() -> None:
     logits, count = torch.tensor([[2.0, 0.0, 1.0, -1.0, 1.5]]), 40_000
     sampling = Sampling(0.9, top_k=4, top_p=0.95)
     # With one source, many equal rows drawn at once use the numbers of one row drawn many times.
-    tokens = draw(logits.expand(count, -1), sampling, [RandomNumbers(1)] * count)
+    tokens = draw(logits.expand(count, -1), sampling, [random_numbers(1)] * count)
     found = torch.bincount(torch.tensor(tokens), minlength=5) / count
     expected = torch.tensor(by_hand(logits[0].tolist(), sampling))
     assert (found - expected).abs().max() < 0.01
@@ -199,11 +170,6 @@ def test_a_nucleus_of_any_size_is_found_in_a_large_vocabulary(spread: float, sha
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
 
 
-def test_of_equal_tokens_top_p_keeps_lower_ids() -> None:
-    found = probabilities([Sampling(1.0, top_p=0.25)], torch.zeros(1, 1000))
-    assert found[0].nonzero().flatten().tolist() == list(range(250))
-
-
 @pytest.mark.parametrize(("uniform", "expected"), [(0.0, 1), (1 - 2**-53, 3)])
 def test_the_ends_of_the_unit_interval_draw_kept_tokens(
     monkeypatch: pytest.MonkeyPatch, uniform: float, expected: int
@@ -211,19 +177,13 @@ def test_the_ends_of_the_unit_interval_draw_kept_tokens(
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([uniform], dtype=torch.float64))
     # The first and the last token are not among the three most likely ones.
     logits = torch.tensor([[0.0, 1.0, 1.1, 1.3, 0.0]])
-    assert draw(logits, Sampling(1.0, top_k=3), [RandomNumbers(0)]) == [expected]
+    assert draw(logits, Sampling(1.0, top_k=3), [random_numbers(0)]) == [expected]
 
 
 def test_temperature_zero_is_greedy_and_takes_no_random_number() -> None:
-    random, fresh = RandomNumbers(0), RandomNumbers(0)
+    random, fresh = random_numbers(0), random_numbers(0)
     assert draw(torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]), Sampling(0.0), [random] * 2) == [1, 0]
-    assert random.draw() == fresh.draw()
-
-
-def test_extreme_temperatures_stay_finite() -> None:
-    logits = torch.tensor([[3e38, -3e38, 1.0]])
-    for temperature in (1e-30, 1e30):
-        assert probabilities([Sampling(temperature)], logits).isfinite().all()
+    assert next(random) == next(fresh)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +197,7 @@ def test_extreme_temperatures_stay_finite() -> None:
 )  # fmt: skip
 def test_every_number_that_is_taken_draws_a_token(extreme: dict[str, Any]) -> None:
     logits, seen = torch.tensor([[3e38, 1.0, -3e38]] * 2), torch.tensor([[False, True, False]] * 2)
-    samplings, randoms = [Sampling(**extreme), Sampling(1.0)], [RandomNumbers(0)] * 2
+    samplings, randoms = [Sampling(**extreme), Sampling(1.0)], [random_numbers(0)] * 2
     assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits, randoms, seen))
     assert all(0 <= token < 3 for token in Sampler(samplings).draw(logits * 0, randoms, seen))
 
@@ -246,51 +206,32 @@ def test_every_number_that_is_taken_draws_a_token(extreme: dict[str, Any]) -> No
 def test_logits_that_are_not_finite_are_found(value: float) -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = value
-    assert finite_rows(logits).tolist() == [True, False, True]
+    assert broken_rows(logits) == [1]
     assert f"{int(math.isnan(value))} NaN and {int(math.isinf(value))} infinite of 4" in not_finite(logits[1])
 
 
-def test_biases_of_ids_that_are_none_are_refused() -> None:
-    Sampling(logit_bias={0: 1.0, 9: 1.0}).check_ids(10)
-    for token in (-1, 10):
-        with pytest.raises(ValueError, match=rf"ids in 0\.\.9; got {token}"):
-            Sampling(logit_bias={token: 1.0}).check_ids(10)
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("top_k", 0),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", math.nan),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", 0.009),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", -2.1),
-        ("frequency_penalty", math.nan),
-        ("repetition_penalty", 101.0),
-        ("repetition_penalty", math.nan),
-        ("logit_bias", {3: math.nan}),
-    ],
-)
-def test_numbers_out_of_range_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        Sampling(**{name: value})
+    ("name", "values"),
+    {
+        "temperature": (-0.1, math.nan), "top_k": (0,), "top_p": (0.0, 1.1, math.nan), "min_p": (-0.1, 1.1),
+        "repetition_penalty": (0.0, 0.009, 101.0, math.nan), "presence_penalty": (2.1,),
+        "frequency_penalty": (-2.1, math.nan), "logit_bias": ({3: math.nan},),
+    }.items(),
+)  # fmt: skip
+def test_numbers_out_of_range_are_refused(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            Sampling(**{name: value})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 40.0])
-@pytest.mark.parametrize("vocabulary", [1, 5, 264, 3000])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 40.0])
+@pytest.mark.parametrize("vocabulary", [1, 5, 3000])
 def test_c_draws_what_pytorch_draws(temperature: float, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 3 * torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     logits[:, 0] = logits.max(-1).values  # ties: the first of the most likely tokens
 
     def draw() -> list[int]:
-        randoms = [RandomNumbers(row) for row in range(len(logits))]
+        randoms = [random_numbers(row) for row in range(len(logits))]
         return Sampler([Sampling(temperature)] * len(logits)).draw(logits, randoms)
 
     found = draw()

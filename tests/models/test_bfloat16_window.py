@@ -26,10 +26,11 @@ def pair(variant: str, dtype: torch.dtype = torch.float32) -> tuple[gecko.Gecko,
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_keys_and_values_are_rounded_once(variant):
-    """In one call nothing is read from the state, so logits are equal to the bit."""
+def test_keys_and_values_are_rounded_once(variant, tmp_path):
+    """In one call nothing is read from the state, so logits are equal to the bit. The next call computes what the exact
+    model does from the rounded state, also from a file."""
     rounded, exact = pair(variant)
-    text = tokens(2, 3 * CHUNK + 3)
+    text, more = tokens(2, 2 * CHUNK + 5), tokens(2, CHUNK + 2, seed=1)
     logits, state = rounded(text)
     wanted, whole = exact(text)
     assert torch.equal(logits, wanted)
@@ -37,19 +38,10 @@ def test_keys_and_values_are_rounded_once(variant):
         there = whole.tensors()[name]
         assert x.dtype == (torch.bfloat16 if ".attention." in name else there.dtype)
         assert torch.equal(x, there.to(x.dtype)), name
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@torch.no_grad()
-def test_a_state_goes_on_as_one_that_was_rounded(variant, tmp_path):
-    """The next call computes what the exact model does from the rounded state, also from a file."""
-    rounded, exact = pair(variant)
-    _, state = rounded(tokens(2, 2 * CHUNK + 5))
     state.save(tmp_path / "text.state")
     back = GeckoState.load(tmp_path / "text.state")
     assert all(torch.equal(x, back.tensors()[name]) for name, x in state.tensors().items())
     wide = dataclasses.replace(state.map(lambda x: x.float() if x.dtype == torch.bfloat16 else x), config=exact.config)
-    more = tokens(2, CHUNK + 2, seed=1)
     torch.testing.assert_close(rounded(more, state=back)[0], exact(more, state=dataclasses.replace(wide, model=""))[0])
 
 

@@ -140,7 +140,7 @@ def whole_losses(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
     return model.token_losses(tokens[None, :-1], tokens[None, 1:])[0][0]
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.integers(1, len(TEXT)), max_size=5, unique=True), piece=st.sampled_from([7, 50, 2048]))
 def test_losses_do_not_depend_on_how_the_stream_is_cut(model: Llama, cuts: list[int], piece: int) -> None:
     tokens = torch.tensor([256, *TEXT])
@@ -151,7 +151,7 @@ def test_losses_do_not_depend_on_how_the_stream_is_cut(model: Llama, cuts: list[
     torch.testing.assert_close(found, whole_losses(model, tokens))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(begin=st.integers(1, 60), length=st.integers(1, 40))
 def test_a_continuation_is_scored_after_what_was_read(model: Llama, begin: int, length: int) -> None:
     """Its losses equal those of the whole text there, and reading on does not change an earlier state."""
@@ -284,15 +284,14 @@ def test_keys_and_values_are_what_a_model_holds(config: LlamaConfig) -> None:
 
 
 def test_the_run_of_seven_billion_fits(command: Callable[..., Any]) -> None:
-    result = command("plan", "llama2_7b", "--gpus", "128", "--gpu", "h100", "--json")
-    facts = json.loads(result.stdout)
+    facts = json.loads(command("plan", "llama2_7b", "--gpus", "128", "--gpu", "h100", "--json").stdout)
     assert facts["fits"] and facts["bytes_sent_per_step"]["context exchange"] == 0
     assert set(facts["flops_per_token"]) == {"linear", "attention", "head", "recomputed"}
     assert facts["memory_bytes"]["parameters"] == pytest.approx(4 * 6_738_415_616 / 8, rel=0.001)
-    assert "16,384 keys on average" in command("plan", "llama2_7b", "--gpus", "128").stdout
     # The row length of Llama 2, as the recipe says.
     own = ["sequence_length=4096", "batch_size=1024", "model.rope_base=10000", "parallel.replicate=32"]
-    assert json.loads(command("plan", "llama2_7b", *own, "--gpus", "256", "--json").stdout)["fits"]
+    shown = command("plan", "llama2_7b", *own, "--gpus", "256")
+    assert "2,048 keys on average" in shown.stdout and "does not fit" not in shown.stdout
 
 
 @pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if isinstance(config, LlamaConfig)])

@@ -29,7 +29,7 @@ texts = st.fixed_dictionaries({
 
 
 @variants
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_any_split_gives_the_same_logits(variant, data):
     text = data.draw(texts)
@@ -41,15 +41,6 @@ def test_any_split_gives_the_same_logits(variant, data):
         parts, parts_state = read(model, tokens(**text), cuts, ids)
     assert_same(parts, whole)
     assert_same_state(parts_state, state)
-
-
-@variants
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
-@torch.no_grad()
-def test_token_by_token_gives_the_same_logits_in_float32(variant, packed):
-    model, text = cases.model(variant, torch.float32), tokens(2, 45)
-    ids = documents(2, 45, seed=3) if packed else None
-    assert_same(read(model, text, range(1, 45), ids)[0], read(model, text, ids=ids)[0])
 
 
 @variants
@@ -66,7 +57,7 @@ def test_split_gives_the_same_gradients(variant):
 
 
 @variants
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(positions=st.lists(st.integers(0, 40), min_size=2, max_size=4), length=st.integers(1, 20), ids=st.booleans())
 def test_rows_at_different_positions(variant, positions, length, ids):
     """Each row of a batch gets what it gets alone, whatever the positions of the rows."""
@@ -85,15 +76,6 @@ def test_rows_at_different_positions(variant, positions, length, ids):
             assert_same(batch[one], single)
             assert_same_state(after.rows([row]), single_after)
     assert after.position == [position + length for position in positions]
-
-
-@variants
-@torch.no_grad()
-def test_a_row_of_a_batch_is_the_row_alone(variant):
-    model, text, ids = cases.model(variant), tokens(3, 50), documents(3, 50, seed=5)
-    batch, _ = model(text, ids)
-    for row in range(3):
-        assert_same(batch[row : row + 1], model(text[row : row + 1], ids[row : row + 1])[0])
 
 
 @variants
@@ -129,16 +111,15 @@ def test_memory_reaches_past_the_window(variant):
 @variants
 def test_16_bit_weights_compute_what_32_bit_weights_do(variant):
     rounded = cases.model(variant, torch.bfloat16)
-    exact = cases.model(variant, torch.float32)
+    exact, text = cases.model(variant, torch.float32), tokens(2, 40)
     exact.load_state_dict(rounded.state_dict())
-    text = tokens(2, 40)
     expected, _ = exact(text)
     logits, state = read(rounded, text, cuts=(1, 2, 17))
     assert logits.dtype is torch.bfloat16
     difference = (logits.float() - expected).norm() / expected.norm()
     assert difference < 0.03, f"relative difference {difference:.3f}"
-    statistics = [x.dtype for name, x in state.tensors().items() if "norm" in name and x.is_floating_point()]
-    assert set(statistics) <= {torch.float32}
+    statistics = {x.dtype for name, x in state.tensors().items() if "norm" in name and x.is_floating_point()}
+    assert statistics <= {torch.float32}
     rounded.loss(text[:, :-1], text[:, 1:]).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in rounded.parameters())
 
@@ -194,16 +175,11 @@ def test_wrong_tokens(text, error, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-@torch.no_grad()
 def test_narrow_token_types(dtype):
     model, text = cases.model("gecko"), tokens(2, 9)
     assert torch.equal(model(text.to(dtype))[0], model(text)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
-def test_narrow_token_types_train(dtype):
-    model, text = cases.model("gecko"), tokens(2, 9)
-    assert torch.equal(model.loss(text.to(dtype), text.to(dtype)), model.loss(text, text))
+    if dtype.is_signed:  # as −100 is
+        assert torch.equal(model.loss(text.to(dtype), text.to(dtype)), model.loss(text, text))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +222,7 @@ def test_wrong_states():
 
 
 @variants
-@pytest.mark.parametrize("position", [10_000_000 + 5, 2**31 + 5, 2**40 + 5])
+@pytest.mark.parametrize("position", [2**31 + 5, 2**40 + 5])
 @torch.no_grad()
 def test_streams_the_same_at_any_position(variant, position):
     model = cases.model(variant)
@@ -281,71 +257,37 @@ def test_state_has_constant_size(variant):
 
 
 @variants
-@pytest.mark.parametrize("length", [1, 5, 30])
 @torch.no_grad()
-def test_states_are_values(variant, length):
+def test_states_are_values(variant):
     """A call changes neither the given state nor states that it returned before."""
     model = cases.model(variant)
     _, state = model(tokens(2, 23))
     before = state.map(torch.clone)
-    first, after = model(tokens(2, length), None, state)
-    kept = after.map(torch.clone)
-    second, again = model(tokens(2, length), None, state)
-    model(tokens(2, length), None, after)
-    assert torch.equal(first, second)
-    for got, wanted in ((state, before), (after, kept), (again, kept)):
-        for name, tensor in got.tensors().items():
-            assert torch.equal(tensor, wanted.tensors()[name]), name
+    for length in (1, 30):
+        first, after = model(tokens(2, length), None, state)
+        kept = after.map(torch.clone)
+        second, again = model(tokens(2, length), None, state)
+        model(tokens(2, length), None, after)
+        assert torch.equal(first, second)
+        for got, wanted in ((state, before), (after, kept), (again, kept)):
+            for name, tensor in got.tensors().items():
+                assert torch.equal(tensor, wanted.tensors()[name]), name
 
 
 @variants
-@pytest.mark.parametrize("length", [0, 1, 9, 29])
+@pytest.mark.parametrize("length", [0, 9])
 def test_steps_go_on_from_any_state_and_leave_it(variant, length):
     """Also from a state that shares tensors, from the initial state, and from one made in inference mode."""
-    model, text = cases.model(variant), tokens(2, 70)
+    model, text = cases.model(variant), tokens(2, 45)
     with torch.inference_mode():
         state = model(text[:, :length])[1] if length else model.empty_state(2)
         expected, after = model(text[:, length:], state=state)
     before, own = state.map(torch.clone), state
-    for place in range(length, 70):
+    for place in range(length, 45):
         logits, own = model.step(text[:, place], own)
         assert_same(logits, expected[:, place - length])
     assert_same_state(own, after)
     assert_same_state(state, before)
-
-
-COPIES = {
-    "rows": lambda state: state.rows([1, 0]),
-    "stack": lambda state: gecko.GeckoState.stack([state, state]),
-    "map": lambda state: state.map(torch.clone),
-    "to": lambda state: state.to("cpu"),
-}
-
-
-@pytest.mark.parametrize("copy", COPIES)
-@torch.no_grad()
-def test_copies_of_a_state_that_a_step_returned_stay_what_they_are(copy):
-    """Copies belong to the caller."""
-    model = cases.model("gecko")
-    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 30))[1])
-    kept = COPIES[copy](state)
-    before = kept.map(torch.clone)
-    for _ in range(20):
-        model.step(tokens(kept.batch_size, 1, seed=2)[:, 0], kept)
-    assert_same_state(kept, before)
-
-
-@variants
-@pytest.mark.parametrize("length", [1, 2, 5, 30])
-@torch.no_grad()
-def test_what_is_read_on_from_a_state_that_a_step_returned_stays_what_it_is(variant, length):
-    model = cases.model(variant)
-    _, state = model.step(tokens(2, 1)[:, 0], model(tokens(2, 29))[1])
-    _, branch = model(tokens(2, length), state=state)
-    before = branch.map(torch.clone)
-    for token in tokens(2, 20, seed=2).unbind(1):
-        _, state = model.step(token, state)
-    assert_same_state(branch, before)
 
 
 @torch.no_grad()
@@ -365,13 +307,10 @@ def test_steps_begin_with_the_weights_that_are_there():
 @variants
 @torch.no_grad()
 def test_empty_state_is_no_state(variant):
+    """Also to 16-bit weights."""
     model, text = cases.model(variant), tokens(2, 30)
     assert_same(model(text, None, model.empty_state(2))[0], model(text)[0])
-
-
-@variants
-@pytest.mark.parametrize("length", [1, 30])
-@torch.no_grad()
-def test_empty_state_is_no_state_to_16_bit_weights(variant, length):
-    model, text = cases.model(variant, torch.bfloat16), tokens(2, length)
-    torch.testing.assert_close(model(text, None, model.empty_state(2))[0], model(text)[0], rtol=0.05, atol=0.05)
+    rounded = model.bfloat16()
+    for part in (text[:, :1], text):
+        found, expected = rounded(part, None, rounded.empty_state(2))[0], rounded(part)[0]
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)

@@ -37,7 +37,7 @@ def test_every_parameter_is_trained(variant):
 
 
 @variants
-@pytest.mark.parametrize("length", [1, 3, 30])
+@pytest.mark.parametrize("length", [1, 30])
 def test_states_of_layers_share_no_memory_and_a_loss_keeps_none(variant, length):
     model, text, seen = cases.model(variant), tokens(2, length), []
     for block in model.blocks:

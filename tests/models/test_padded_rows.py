@@ -25,28 +25,21 @@ def tokens(length: int, seed: int) -> Tensor:
     return torch.randint(0, SMALL.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def read_alone(
-    reader: gecko.Gecko, before: Sequence[int], lengths: Sequence[int]
-) -> tuple[list[GeckoState | None], list[tuple[Tensor, GeckoState]]]:
-    """Return the states after ``before`` tokens, and what each row gets for its next tokens, in calls of one row."""
-    states = [reader.hidden(tokens(n, 100 + i))[1] if n else None for i, n in enumerate(before)]
-    read = [reader.hidden(tokens(n, i), state=state) for i, (n, state) in enumerate(zip(lengths, states, strict=True))]
-    return states, read
-
-
 def check(reader: gecko.Gecko, before: Sequence[int], lengths: Sequence[int], tolerance: float) -> None:
+    """Compare rows of these lengths, after ``before`` tokens, with calls of one row."""
+    close = {"rtol": tolerance, "atol": tolerance}
     with torch.inference_mode():
-        states, alone = read_alone(reader, before, lengths)
+        states = [reader.hidden(tokens(n, 100 + i))[1] if n else None for i, n in enumerate(before)]
         rows = torch.full((len(lengths), max(lengths)), 3)
         for i, length in enumerate(lengths):
             rows[i, :length] = tokens(length, i)
         stacked = GeckoState.stack([reader.empty_state() if state is None else state for state in states])
         hidden, after = reader.hidden(rows, state=stacked if any(before) else None, lengths=torch.tensor(lengths))
-    for i, (expected, state) in enumerate(alone):
-        close = {"rtol": tolerance, "atol": tolerance}
-        torch.testing.assert_close(hidden[i, : lengths[i]], expected[0], **close)
-        for (name, own), same in zip(after.rows([i]).tensors().items(), state.tensors().values(), strict=True):
-            torch.testing.assert_close(own, same, **close, msg=lambda text, name=name: f"{name}: {text}")
+        for i, (length, earlier) in enumerate(zip(lengths, states, strict=True)):
+            expected, state = reader.hidden(tokens(length, i), state=earlier)
+            torch.testing.assert_close(hidden[i, :length], expected[0], **close)
+            for (name, own), same in zip(after.rows([i]).tensors().items(), state.tensors().values(), strict=True):
+                torch.testing.assert_close(own, same, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +48,7 @@ def in_c() -> gecko.Gecko:
     return gecko.Gecko(IN_C)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=2, max_size=5), same=st.booleans(),
     before=st.lists(st.sampled_from([0, 8, 16, 21, 40]), min_size=5, max_size=5),
@@ -67,7 +60,7 @@ def test_rows_in_c(in_c: gecko.Gecko, lengths: list[int], before: list[int], sam
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("before", [(0, 0, 0, 0), (16, 16, 16, 16), (5, 0, 30, 16)])
+@pytest.mark.parametrize("before", [(16, 16, 16, 16), (5, 0, 30, 16)])
 def test_rows_of_every_architecture(name: str, before: tuple[int, ...]) -> None:
     check(model(name), before, (3, 40, 17, 16), 1e-9)
 
@@ -77,13 +70,11 @@ def test_rows_of_every_architecture(name: str, before: tuple[int, ...]) -> None:
     [([1, 9], r"in 1\.\.8"), ([0, 8], r"in 1\.\.8"), ([8], "2 integers"), ([1.0, 2.0], "integers")],
 )
 def test_wrong_lengths(in_c: gecko.Gecko, lengths: list[float], message: str) -> None:
+    """Padding has no gradients and no documents."""
+    rows = torch.ones(2, 8, dtype=torch.int64)
     with torch.inference_mode(), pytest.raises(ValueError, match=message):
-        in_c.hidden(torch.ones(2, 8, dtype=torch.int64), lengths=torch.tensor(lengths))
-
-
-def test_padding_has_no_gradients_and_no_documents(in_c: gecko.Gecko) -> None:
-    rows, lengths = torch.ones(2, 8, dtype=torch.int64), torch.tensor([3, 8])
+        in_c.hidden(rows, lengths=torch.tensor(lengths))
     with pytest.raises(ValueError, match="without gradients"):
-        in_c.hidden(rows, lengths=lengths)
+        in_c.hidden(rows, lengths=torch.tensor([3, 8]))
     with torch.inference_mode(), pytest.raises(ValueError, match="exclude each other"):
-        in_c.hidden(rows, rows, lengths=lengths)
+        in_c.hidden(rows, rows, lengths=torch.tensor([3, 8]))

@@ -1,8 +1,6 @@
-"""Engine in a process of its own, with workers: reads settings and prompts as JSON, writes the new tokens as JSON,
-and how many requests were preempted if statistics are on.
-
-With TRITON_INTERPRET=1 it decodes as on a GPU: by the Triton decoder, and the host may not read what would be there.
-"""
+"""Engine in a process of its own, with workers: reads settings and prompts as JSON, writes the new tokens as JSON, and
+how many requests were preempted if statistics are on. With TRITON_INTERPRET=1 it decodes as on a GPU: by the Triton
+decoder, and the host may not read what would be there."""
 
 from __future__ import annotations
 

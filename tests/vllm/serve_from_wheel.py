@@ -1,9 +1,7 @@
 """Train, export and serve with vLLM in a new environment that has the wheel of this checkout; compare the tokens.
-
 ``make test-vllm`` runs it. The new environment takes all other packages from ``.venv-vllm``; with ``--full`` they are
 installed too, which takes minutes. The commands are those of a user: ``gecko train``, ``gecko export``, ``vllm serve``.
-OpenAI's client must get the tokens of ``gecko.generate``.
-"""
+OpenAI's client must get the tokens of ``gecko.generate``."""
 
 from __future__ import annotations
 

@@ -17,18 +17,26 @@ from gecko.io.quantization import quantize
 
 
 def test_64_mixed_requests_in_pieces(start, model):
-    """Prompts of 1 to 330 tokens in pieces of 64, for 1 to 40 tokens; every fourth request samples meanwhile."""
-    texts = [prompt(1 + 37 * i % 330, seed=i) for i in range(64)]
+    """Prompts of 1 to 330 tokens in pieces of 64, for 1 to 40 tokens; every fourth request samples meanwhile. Then the
+    log-probabilities of a prompt."""
+    texts, engine = [prompt(1 + 37 * i % 330, seed=i) for i in range(64)], start(max_num_seqs=16)
     lengths = [1 + 13 * i % 40 for i in range(64)]
     parameters = [
         SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True) if i % 4 == 3 else greedy(new)
         for i, new in enumerate(lengths)
     ]
-    found = continued(start(max_num_seqs=16), texts, parameters)
+    found = continued(engine, texts, parameters)
     assert [len(tokens) for tokens in found] == lengths
     for i, (text, new) in enumerate(zip(texts, lengths, strict=True)):
         if i % 4 != 3:
             assert found[i] == expected(model, text, new), f"prompt {i}"
+    text, scored = prompt(50), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    (found,) = engine.generate([{"prompt_token_ids": text.tolist()}], scored, use_tqdm=False)
+    with torch.no_grad():
+        logprobs = model(text.unsqueeze(0))[0][0].log_softmax(-1)
+    wanted = logprobs[:-1].gather(1, text[1:, None]).flatten()
+    given = [one[int(token)].logprob for one, token in zip(found.prompt_logprobs[1:], text[1:], strict=True)]
+    torch.testing.assert_close(torch.tensor(given), wanted, atol=1e-4, rtol=0)
 
 
 def test_prefix_hits_and_preemption(start, model):
@@ -46,54 +54,38 @@ def test_prefix_hits_and_preemption(start, model):
 
 @pytest.mark.parametrize("in_c", [True, False])
 def test_restart(in_c, start, model, monkeypatch):
-    """Two engines, one after the other, decode in C or in PyTorch; pages of the second one are not empty."""
+    """Two engines, one after the other, decode in C or in PyTorch; pages of the second one are not empty, and graphs
+    are off."""
     if not in_c:
         monkeypatch.setattr("gecko.vllm.model.decoder_of", lambda *_: None)
     texts = [prompt(n) for n in (1, 2, 15, 16, 17, 33, 64, 65, 200)]
     alone = [expected(model, text, 40) for text in texts]
     for _ in range(2):
         engine = start(enforce_eager=in_c)
+        config = engine.llm_engine.vllm_config.compilation_config
+        assert (config.mode, config.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.NONE)
         assert continued(engine, texts, greedy(40)) == alone
         assert continued(engine, texts[::-1], greedy(40)) == alone[::-1]
 
 
-def test_quantised_weights_of_another_architecture(start, tmp_path):
-    """Weights in 8 bits, a tied head, and no working memory."""
-    torch.manual_seed(0)
-    changes = {"chunk_size": 16, "memory": "none", "attention": "sliding_window", "timestep_betas": None}
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", tie_embedding=True, **changes))
-    quantize(model, 8)
-    model.save(tmp_path)
-    texts = [prompt(n) for n in (1, 33, 200)]
-    found = continued(start(model=str(tmp_path), skip_tokenizer_init=True), texts, greedy(40))
-    assert found == [expected(model, text, 40) for text in texts]
+ARCHITECTURES = {
+    "8 bits": {"memory": "none", "attention": "sliding_window", "timestep_betas": None, "tie_embedding": True},
+    "llama": {**LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 1, "bfloat16_window": True},
+}
 
 
-def test_a_llama_in_a_gecko_block(start, tmp_path):
-    """Shared heads, a sink, and a window in bfloat16; it has no norm with statistics and no moving average."""
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures(name, start, tmp_path):
+    """Weights in 8 bits, a tied head, and no working memory; shared heads, a sink, and a window in bfloat16, without
+    norms with statistics and a moving average."""
     torch.manual_seed(0)
-    changes = {**LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 1, "bfloat16_window": True, "chunk_size": 16}
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", **changes))
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", chunk_size=16, **ARCHITECTURES[name]))
+    if name == "8 bits":
+        quantize(model, 8)
     model.save(tmp_path)
     texts = [prompt(n) for n in (1, 33, 60)]  # a call of the model, as one piece, has a window in float32
     found = continued(start(model=str(tmp_path), skip_tokenizer_init=True), texts, greedy(40))
     assert found == [expected(model, text, 40) for text in texts]
-
-
-def test_graphs_are_off(start):
-    config = start(enforce_eager=False).llm_engine.vllm_config.compilation_config
-    assert (config.mode, config.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.NONE)
-
-
-def test_log_probabilities(start, model):
-    text = prompt(50)
-    parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    (found,) = start().generate([{"prompt_token_ids": text.tolist()}], parameters, use_tqdm=False)
-    with torch.no_grad():
-        logprobs = model(text.unsqueeze(0))[0][0].log_softmax(-1)
-    wanted = logprobs[:-1].gather(1, text[1:, None]).flatten()
-    given = [one[int(token)].logprob for one, token in zip(found.prompt_logprobs[1:], text[1:], strict=True)]
-    torch.testing.assert_close(torch.tensor(given), wanted, atol=1e-4, rtol=0)
 
 
 def test_new_weights_take_effect_in_a_running_engine_and_damaged_ones_are_refused(start, model, tmp_path):
@@ -160,12 +152,9 @@ def test_an_option_that_would_be_ignored_is_refused(message, start):
         start(**IGNORED[message])
 
 
-def test_a_saved_classifier_is_refused(start, tmp_path):
+def test_a_saved_classifier_and_ranks_that_cannot_divide_the_heads_are_refused(start, tmp_path):
     GeckoForSequenceClassification(GeckoConfig(num_labels=2)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="runner must be generate"):
         start(model=str(tmp_path), skip_tokenizer_init=True)
-
-
-def test_ranks_that_cannot_divide_the_heads_are_refused(start):
     with pytest.raises(ValueError, match=r"attention heads|num_heads"):
         start(tensor_parallel_size=3)

@@ -59,9 +59,7 @@ def ways(model: gecko.Gecko, folder: Path, tmp_path_factory: pytest.TempPathFact
 
 def test_choices(ways):
     """Log-likelihoods, greedy or not, and the accuracy. The API client adds no start token unless it is told to.
-
-    ``pytest -s`` shows the table of the documentation.
-    """
+    ``pytest -s`` shows the table of the documentation."""
     found = {name: run(CHOICES, **({"add_bos_token": True} if name == "server" else {})) for name, run in ways.items()}
     ours = found["gecko eval"]
     show(found)
@@ -86,10 +84,8 @@ def show(found: Mapping[str, Evaluated]) -> None:
 
 
 def test_whole_texts(ways):
-    """Here the harness adds the start token itself, so the tokenizer must not; the API client never adds it.
-
-    The harness adds up in float32, so sums above 100 nats may differ in the seventh digit.
-    """
+    """Here the harness adds the start token itself, so the tokenizer must not; the API client never adds it. The
+    harness adds up in float32, so sums above 100 nats may differ in the seventh digit."""
     ours = ways["gecko eval"](TEXTS)
     for name, run in ways.items():
         found = run(TEXTS, **({"add_bos_token": False} if name in ("hf", "vllm") else {}))

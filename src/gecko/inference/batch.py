@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from gecko.inference.decoder import Decoder
 from gecko.inference.grammar import ConstraintError, Matcher
 from gecko.inference.prefill import Prefill
 from gecko.inference.request import EndReason, EndState, Event, Finished, Request, Token
-from gecko.inference.sampling import RandomNumbers, Sampler, all_finite, finite_rows, not_finite
+from gecko.inference.sampling import Sampler, broken_rows, not_finite, random_numbers
 from gecko.models.gecko import Gecko
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
@@ -24,7 +23,7 @@ class DecodingSequence:
     """A sequence in the batch. Raise ConstraintError if the constraint of the request allows no token."""
 
     key: int
-    """Identifier that the owner of the batch gave; ``request_id`` of its events."""
+    """``request_id`` of its events."""
     request: Request
     position: int
     """Tokens of the sequence, including the generated ones."""
@@ -36,20 +35,15 @@ class DecodingSequence:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.random = RandomNumbers(request.seed)
+        self.random = random_numbers(request.seed)
         self.matcher: Matcher | None = None
         if request.constraint is not None:
-            self.matcher = request.constraint.start(request.stop_tokens, request.sampling.excluded)
+            self.matcher = Matcher(request.constraint, request.stop_tokens, request.sampling.excluded)
 
     @property
     def is_early(self) -> bool:
         """Whether no stop token may come next."""
         return self.generated < self.request.min_new_tokens
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the next token is drawn from the logits alone: greedy or at a temperature, and no token excluded."""
-        return self.request.sampling.is_plain and self.matcher is None and not self.is_early
 
     def take(self, token: int, broken: str | None, logprobs: Logprobs | None) -> tuple[Token | None, Finished | None]:
         """Add the token, unless the sequence ends with it; return its event, if it was added, and the end."""
@@ -76,19 +70,16 @@ class DecodingSequence:
 
 
 class DecodingBatch:
-    """Up to ``capacity`` sequences, each at its own position; they join and leave between two steps.
-
-    A step is ``decode`` and then ``draw``. Sequences that were added in between take part in the draw with the logits
-    of their prefill. The tokens of a sequence depend on its own prefill and seed only. Call the methods within
-    ``inference(model)``. ``window_dtype`` as for ``Decoder``.
-    """
+    """Up to ``capacity`` sequences, each at its own position; they join and leave between two steps. A step is
+    ``decode`` and then ``draw``. Sequences that were added in between take part in the draw with the logits of their
+    prefill. The tokens of a sequence depend on its own prefill and seed only. Call the methods within
+    ``inference(model)``. ``window_dtype`` as for ``Decoder``."""
 
     def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
         self.sequences: list[DecodingSequence] = []
         self.decoder = Decoder(model, capacity, window_dtype)
         self._sampler = Sampler([])
         self._logits: Tensor | None = None
-        self._broken: dict[int, str] | None = None
 
     def add(self, key: int, request: Request, prefill: Prefill) -> None:
         """Add the sequence of a request, whose prompt ``prefill`` has read; its events have ``key``. Raise ValueError
@@ -100,7 +91,6 @@ class DecodingBatch:
         self.decoder.add(prefill.state, prefill.seen)
         logits = prefill.logits.unsqueeze(0)
         self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
-        self._broken = None
         self.sequences.append(sequence)
         self._sampler = sampler
 
@@ -110,30 +100,27 @@ class DecodingBatch:
         if not pending:
             return
         assert len(pending) == len(self.sequences), "all sequences have drawn since the last step"
-        self._logits, self._broken = self.decoder.step(pending), None
+        self._logits = self.decoder.step(pending)
         # The states have read them now, even if drawing the next tokens fails.
         for sequence in self.sequences:
             sequence.pending_token = None
 
-    def broken(self) -> dict[int, str]:
-        """Return the slots whose logits are not finite, with a message."""
-        if self._broken is None:
-            assert self._logits is not None, "there must be a sequence"
-            finite: list[bool] = []
-            if self.decoder.backend == "triton":
-                finite = [token >= 0 for token in self._drawn_on_gpu()]
-            elif not all_finite(self._logits):
-                finite = finite_rows(self._logits).tolist()
-            self._broken = {slot: not_finite(self._logits[slot]) for slot, one in enumerate(finite) if not one}
-        return self._broken
-
-    def draw(self) -> list[Event]:
-        """Draw the next token of every sequence and return the events; sequences that end leave the batch."""
-        assert self._logits is not None, "there must be a sequence"
-        broken, logits = self.broken(), self._logits
+    def draw(self, *, strict: bool = False) -> list[Event]:
+        """Draw the next token of every sequence and return the events; sequences that end leave the batch. Logits that
+        are not finite end their sequence; if ``strict``, they raise ValueError before any token is drawn."""
+        logits, requests = self._logits, [one.request for one in self.sequences]
+        assert logits is not None, "there must be a sequence"
+        on_gpu: list[int] = []
+        if self.decoder.backend == "triton":  # which draws tokens of plain sampling, with its own random numbers
+            temperatures = [request.sampling.temperature for request in requests]
+            on_gpu = self.decoder.draw(logits, temperatures, [request.seed for request in requests])
+        rows = [slot for slot, token in enumerate(on_gpu) if token < 0] if on_gpu else broken_rows(logits)
+        broken = {slot: not_finite(logits[slot]) for slot in rows}
+        if broken and strict:
+            raise ValueError(f"row {self.sequences[rows[0]].key}: {broken[rows[0]]}")
         if broken:
-            logits = logits.index_fill(0, torch.tensor(list(broken), device=logits.device), 0)
-        tokens = self._tokens(self._constrained(self._without_early_stops(logits)))
+            logits = logits.index_fill(0, torch.tensor(rows, device=logits.device), 0)
+        tokens = self._tokens(self._constrained(self._without_early_stops(logits)), on_gpu)
         if self._sampler.uses_history:
             self.decoder.seen[range(len(tokens)), tokens] = True
         logprobs = self._logprobs(logits, tokens)
@@ -151,23 +138,11 @@ class DecodingBatch:
             self.finish(slot) if end.error is None else self.remove(slot)
         return events
 
-    def _without_early_stops(self, logits: Tensor) -> Tensor:
-        """Exclude the stop tokens of sequences that have fewer tokens than their ``min_new_tokens``."""
-        vocabulary = logits.shape[1]
-        early = [
-            (slot, token) for slot, one in enumerate(self.sequences) if one.is_early
-            for token in one.request.stop_tokens if 0 <= token < vocabulary
-        ]  # fmt: skip
-        if not early:
-            return logits
-        slots, tokens = torch.tensor(early, device=logits.device).unbind(1)
-        return logits.index_put((slots, tokens), logits.new_tensor(-torch.inf))
-
     def finish(self, slot: int) -> None:
         """Remove a sequence, and leave its state on the CPU if its request keeps it."""
         if (keep := self.sequences[slot].request.keep) is not None:
             end = self.end(slot)
-            keep.end = replace(end, state=end.state.to("cpu"))
+            keep.end = end._replace(state=end.state.to("cpu"))
         self.remove(slot)
 
     def remove(self, slot: int) -> None:
@@ -180,11 +155,10 @@ class DecodingBatch:
             kept = list(range(len(self._logits)))
             kept[slot] = kept[-1]
             self._logits = self._logits[kept[:-1]] if self.sequences else None
-        self._broken = None
 
     def clear(self) -> None:
         """Remove all sequences, also after a step that failed midway."""
-        self.sequences, self._sampler, self._logits, self._broken = [], Sampler([]), None, None
+        self.sequences, self._sampler, self._logits = [], Sampler([]), None
         self.decoder.resize(0)
 
     def end(self, slot: int) -> EndState:
@@ -192,8 +166,19 @@ class DecodingBatch:
         sequence = self.sequences[slot]
         return EndState(self.decoder.state(slot), sequence.pending_token, sequence.position)
 
+    def _without_early_stops(self, logits: Tensor) -> Tensor:
+        """Exclude the stop tokens of sequences that have fewer tokens than their ``min_new_tokens``."""
+        early = [
+            (slot, token) for slot, one in enumerate(self.sequences) if one.is_early
+            for token in one.request.stop_tokens if 0 <= token < logits.shape[1]
+        ]  # fmt: skip
+        if not early:
+            return logits
+        slots, tokens = torch.tensor(early, device=logits.device).unbind(1)
+        return logits.index_put((slots, tokens), logits.new_tensor(-torch.inf))
+
     def _constrained(self, logits: Tensor) -> Tensor:
-        """Return the logits with −inf for the tokens that constraints exclude."""
+        """Exclude the tokens that constraints do."""
         found = {slot: one.matcher.allowed for slot, one in enumerate(self.sequences) if one.matcher is not None}
         if not found:
             return logits
@@ -201,22 +186,17 @@ class DecodingBatch:
         allowed = torch.stack(list(found.values())).to(logits.device)
         return logits.index_copy(0, slots, logits[slots].masked_fill(~allowed, -torch.inf))
 
-    def _tokens(self, logits: Tensor) -> list[int]:
-        """Return the next tokens. A GPU draws those of plain sampling, with its own random numbers."""
-        plain = [self.decoder.backend == "triton" and one.is_plain for one in self.sequences]
-        drawn = self._drawn_on_gpu() if any(plain) else []
+    def _tokens(self, logits: Tensor, on_gpu: list[int]) -> list[int]:
+        """Return the next tokens: those drawn ``on_gpu``, if any, where the logits alone decide."""
+        plain = [
+            bool(on_gpu) and one.request.sampling.is_plain and one.matcher is None and not one.is_early
+            for one in self.sequences
+        ]
         if all(plain):
-            return drawn
+            return on_gpu
         counts = [one.counts for one in self.sequences if one.counts is not None]
         tokens = self._sampler.draw(logits, [one.random for one in self.sequences], self.decoder.seen, counts)
-        return [drawn[slot] if plain[slot] else token for slot, token in enumerate(tokens)]
-
-    def _drawn_on_gpu(self) -> list[int]:
-        """Return the tokens that plain sampling draws, and −1 for logits that are not finite."""
-        assert self._logits is not None
-        requests = [one.request for one in self.sequences]
-        temperatures = [request.sampling.temperature for request in requests]
-        return self.decoder.draw(self._logits, temperatures, [request.seed for request in requests])
+        return [on_gpu[slot] if plain[slot] else token for slot, token in enumerate(tokens)]
 
     def _logprobs(self, logits: Tensor, tokens: list[int]) -> dict[int, Logprobs]:
         """Return those of the tokens by slot, for sequences with ``logprobs``."""
@@ -234,5 +214,5 @@ class DecodingBatch:
             for slot, logprob, ids, values in found
         }
 
-    def _new_sampler(self, sequences: Sequence[DecodingSequence]) -> Sampler:
+    def _new_sampler(self, sequences: list[DecodingSequence]) -> Sampler:
         return Sampler([one.request.sampling for one in sequences], self.decoder.seen.device)

@@ -1,8 +1,6 @@
-"""Calls of functions in the text of an answer, read while it is generated.
-
-The forms in use are read, whatever the model: an object with name and arguments after ``<tool_call>`` (Hermes, Qwen),
-after ``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>``, or at the beginning of the answer (Llama 3), and lists of such.
-"""
+"""Calls of functions in the text of an answer, read while it is generated, in the forms in use, whatever the model: an
+object with name and arguments after ``<tool_call>`` (Hermes, Qwen), after ``[TOOL_CALLS]`` (Mistral) or
+``<|python_tag|>``, or at the beginning of the answer (Llama 3), and lists of such."""
 
 from __future__ import annotations
 
@@ -24,15 +22,12 @@ _HEAD = re.compile(
 
 @dataclass(frozen=True)
 class CallPart:
-    """New part of a call."""
+    """New part of a call: the next of the JSON text of its arguments. The first part has ``id`` and function."""
 
     index: int
     arguments: str
-    """Next part of the JSON text of the arguments."""
     id: str = ""
-    """Identifier of the call, in its first part."""
     name: str = ""
-    """Name of the function, in the first part."""
 
 
 class CallReader:
@@ -132,8 +127,7 @@ class CallReader:
         return True
 
     def _begin(self, name: str, arguments: str) -> CallPart:
-        self._silent = True
-        self.num_calls += 1
+        self._silent, self.num_calls = True, self.num_calls + 1
         return CallPart(self.num_calls - 1, arguments, secrets.token_hex(5)[:9], name)  # Mistral's have 9 characters
 
     def _give_up(self, said: list[str], size: int) -> None:

@@ -86,14 +86,11 @@ class Conversation:
 
 
 class Answer:
-    """Iterator over the text of an answer, piece by piece; iterate once.
-
-    The conversation goes on after the text so far when the iteration ends, or when ``stop`` is called.
-    """
+    """Iterator over the text of an answer, piece by piece; iterate once. The conversation goes on after the text so far
+    when the iteration ends, or when ``stop`` is called."""
 
     def __init__(self, conversation: Conversation, reading: Prefill, pieces: TextStream[TokenStream]) -> None:
         self._conversation, self._reading, self._pieces = conversation, reading, pieces
-        self._text = ""
         self._stopped = False
 
     @property
@@ -111,9 +108,10 @@ class Answer:
         self._stopped = True
 
     def __iter__(self) -> Iterator[str]:
+        text = ""
         for piece in self._pieces:
-            self._text += piece
+            text += piece
             yield piece
             if self._stopped:
                 break
-        self._conversation.follow(self._reading, self._pieces, self._text)
+        self._conversation.follow(self._reading, self._pieces, text)

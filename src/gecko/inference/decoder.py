@@ -1,7 +1,5 @@
-"""State slots of sequences that decode side by side, and one step of all of them: in C, in Triton, or in PyTorch.
-
-The decoder in C also reads short pieces of prompts, where that is faster than a call of the model.
-"""
+"""State slots of sequences that decode side by side, and one step of all of them: in C, in Triton, or in PyTorch. The
+decoder in C also reads short pieces of prompts, where that is faster than a call of the model."""
 
 from __future__ import annotations
 
@@ -49,6 +47,7 @@ class Decoder:
                 "quantised, and on the CPU GCC. Leave window_dtype out."
             )
         self._all: GeckoState | None = None
+        """All slots; ``_state``: those in use."""
         self._state: GeckoState | None = None
         self.backend: Literal["triton", "cpu"] | None = None
         """Whose kernels compute a step; None: ``Gecko.step``, or there was no sequence yet."""
@@ -68,18 +67,22 @@ class Decoder:
         if not self.count:
             # No slot holds a state of earlier weights, so the weights may have changed.
             self._model.check_state(state, 1)
-            self._prepare(state)
+            self._all = replace(self._first_slots(state) if self._all is None else self._all, model=state.model)
+            self._pack()
         assert self._all is not None
         # The name of weights that had gradients is unknown.
         known = state.model and self._all.model
         if state.config != self._all.config or (known and state.model != self._all.model):
             raise ValueError("states that decode side by side must be of one model; got states of different ones.")
         if self.count == self._all.batch_size:
-            self._grow()
+            before, self._all = self._all, _new_slots(self._all, min(self.capacity, 2 * self.count))
+            for slots, old in zip(self._all.tensors().values(), before.tensors().values(), strict=True):
+                slots[: len(old)].copy_(old)
+            self._network = None if self._packed is None else self._packed.with_states(self._all)
         for (name, slot), tensor in zip(self._all.tensors().items(), state.tensors().values(), strict=True):
-            if tensor.shape != (1, *slot.shape[1:]):  # a smaller one would be repeated
-                want, got = (1, *slot.shape[1:]), tuple(tensor.shape)
-                raise ValueError(f"{name} of a state must have shape {want}; got {got}.")
+            want = (1, *slot.shape[1:])
+            if tensor.shape != want:  # a smaller one would be repeated
+                raise ValueError(f"{name} of a state must have shape {want}; got {tuple(tensor.shape)}.")
             slot[self.count].copy_(tensor[0])
         self._seen[self.count].copy_(seen)
         self.resize(self.count + 1)
@@ -129,34 +132,18 @@ class Decoder:
         return hidden
 
     def draw(self, logits: Tensor, temperatures: Sequence[float], seeds: Sequence[int]) -> list[int]:
-        """Return one token per row of ``logits``, by slot, or −1 if a logit is not finite; only in Triton.
-
-        The logits of ``step`` cost one read of the host. A temperature of 0 takes the first of the most likely tokens.
-        The random numbers of a sequence are a function of its seed and position.
-        """
+        """Return one token per row of ``logits``, by slot, or −1 if a logit is not finite; only in Triton. The logits
+        of ``step`` cost one read of the host. A temperature of 0 takes the first of the most likely tokens. The random
+        numbers of a sequence are a function of its seed and position."""
         assert self._network is not None and self.backend == "triton", "only a GPU draws by itself"
         return self._network.draw(logits, temperatures, seeds)
 
-    def _prepare(self, state: GeckoState) -> None:
-        """Allocate the slots for states like ``state``, unless there are some, and pack the weights."""
-        if self._all is None:
-            self._dtypes = [tensor.dtype for tensor in state.tensors().values()]
-            if (dtype := self._window_dtype) is not None:
-                mixers = [replace(x, attention=x.attention.map(lambda window: window.to(dtype))) for x in state.mixers]
-                state = replace(state, mixers=tuple(mixers))
-            self._all = _new_slots(state, min(self.capacity, FIRST_SLOTS))
-        self._all = replace(self._all, model=state.model)
-        self._pack()
-
-    def _grow(self) -> None:
-        """Double the number of slots, up to ``capacity``."""
-        assert self._all is not None
-        before = self._all
-        self._all = _new_slots(before, min(self.capacity, 2 * before.batch_size))
-        for slots, old in zip(self._all.tensors().values(), before.tensors().values(), strict=True):
-            slots[: len(old)].copy_(old)
-        if self._packed is not None:
-            self._network = self._packed.with_states(self._all)
+    def _first_slots(self, state: GeckoState) -> GeckoState:
+        self._dtypes = [tensor.dtype for tensor in state.tensors().values()]
+        if (dtype := self._window_dtype) is not None:
+            mixers = [replace(x, attention=x.attention.map(lambda window: window.to(dtype))) for x in state.mixers]
+            state = replace(state, mixers=tuple(mixers))
+        return _new_slots(state, min(self.capacity, FIRST_SLOTS))
 
     def _pack(self) -> None:
         assert self._all is not None
@@ -168,12 +155,9 @@ class Decoder:
 
 
 def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
-    """Return what ``Gecko.hidden`` does for ``tokens`` (1, n), a piece of one sequence that follows ``state``.
-
-    The decoder in C reads the tokens one by one if they are few and the weights are bfloat16: then a call of the model
-    has no C kernels, and rounds activations. Raise ValueError if a token is not in the vocabulary, or other weights
-    made the state.
-    """
+    """Return what ``Gecko.hidden`` does for ``tokens`` (1, n), a piece of one sequence that follows ``state``. The
+    decoder in C reads the tokens one by one if they are few and the weights are bfloat16: then a call of the model has
+    no C kernels, and rounds activations. Errors are those of ``Gecko.hidden``."""
     count, dtype = tokens.shape[1], model.embedding.weight.dtype
     if count == 1 or dtype != torch.bfloat16 or count * sum(x.numel() for x in model.parameters()) > MOST_PRODUCTS:
         return model.hidden(tokens, state=state)

@@ -1,6 +1,5 @@
-"""``generate`` and ``stream``: check prompts and seeds, prefill the prompts and decode them side by side.
-
-A Llama, whose key-value cache grows with every token, prefills, scores and decodes one sequence."""
+"""``generate`` and ``stream``: check prompts and seeds, prefill the prompts and decode them side by side. A Llama reads
+and decodes one sequence, with a key-value cache that grows with every token."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from gecko.data.text_stream import document_ids
 from gecko.data.tokenizers import Tokenizer, known_tokenizer, load_tokenizer
 from gecko.inference.batch import DecodingBatch
 from gecko.inference.pieces import checked, cut
-from gecko.inference.prefill import Prefill, inference, read
+from gecko.inference.prefill import Prefill, inference, read, shifted
 from gecko.inference.request import Finished, KeptStates, Request, Token, check_new_tokens
-from gecko.inference.sampling import RandomNumbers, Sampler, Sampling, check_seed
+from gecko.inference.sampling import Sampler, Sampling, check_seed, random_numbers
 from gecko.models.gecko import Gecko
 from gecko.models.llama import KeyValues, Llama
 from gecko.ops.loss import token_cross_entropy
@@ -45,9 +44,25 @@ def as_rows(tokenizer: Tokenizer | None, prompts: Prompt | Sequence[Prompt], sta
     return list(ids.unbind()) if ids.dim() == 2 and len(ids) else [ids]
 
 
+def _as_ids(prompt: object) -> Tensor:
+    if isinstance(prompt, str):
+        raise TypeError("prompts must be all texts or all token ids; got both.")
+    if isinstance(prompt, list | tuple) and not prompt:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    try:
+        ids = prompt if isinstance(prompt, Tensor) else torch.as_tensor(prompt, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"a prompt must be a 1-D tensor, array or list of token ids; {error}") from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"a prompt must be integers; got {ids.dtype}. Use .long() if they are token ids.")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"a prompt must be 1-D, or 2-D with one text a row; got shape {tuple(ids.shape)}.")
+    return ids
+
+
 def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    """Convert ``seed`` to one seed per row: one number for all rows, one per row, or None to draw them from PyTorch.
-    Raise TypeError if a seed is not an integer, ValueError if one does not fit in 64 bits, or their number differs."""
+    """Return one seed per row; None draws them from PyTorch. Raise TypeError if a seed is not an integer, also of NumPy
+    or PyTorch, ValueError if one does not fit in 64 bits, or their number differs."""
     if seed is None:
         return torch.randint(2**53, (rows,), device="cpu").tolist()
     if isinstance(seed, Tensor | np.ndarray) and seed.ndim == 0:
@@ -56,7 +71,7 @@ def as_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     if len(seeds) != rows:
         raise ValueError(f"seed must be one integer, or one per prompt ({rows}); got {len(seeds)}. Try seed=0.")
     numbers = []
-    for one in seeds:  # integers of NumPy and PyTorch too
+    for one in seeds:
         try:
             numbers.append(operator.index(one))
         except TypeError as error:
@@ -81,22 +96,6 @@ def own_tokenizer(model: Gecko, prompts: Prompt | Sequence[Prompt]) -> Tokenizer
     return load_tokenizer(name)
 
 
-def _as_ids(prompt: object) -> Tensor:
-    if isinstance(prompt, str):
-        raise TypeError("prompts must be all texts or all token ids; got both.")
-    if isinstance(prompt, list | tuple) and not prompt:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    try:
-        ids = prompt if isinstance(prompt, Tensor) else torch.as_tensor(prompt, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"a prompt must be a 1-D tensor, array or list of token ids; {error}") from error
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"a prompt must be integers; got {ids.dtype}. Use .long() if they are token ids.")
-    if ids.dim() not in (1, 2):
-        raise ValueError(f"a prompt must be 1-D, or 2-D with one text a row; got shape {tuple(ids.shape)}.")
-    return ids
-
-
 FinishReason = Literal["length", "stop"]
 """``length``: ``max_new_tokens`` were generated. ``stop``: a stop token was drawn, or ``TokenStream.stop`` called."""
 
@@ -111,9 +110,9 @@ class NewToken(NamedTuple):
 class TokenStream:
     """Iterator over the tokens that continue prefilled sequences; each step yields its tokens in the order of rows.
 
-    The sequences are decoded in one batch, each at its own position, and leave the batch when they are finished. The
-    tokens of a sequence depend on its own prefill and seed only. A stop token is neither yielded nor read. Raise
-    ValueError if a number is out of range, and while iterating if logits are not finite.
+    The sequences are decoded in one batch and leave it when they are finished. The tokens of a sequence depend on its
+    own prefill and seed only. A stop token is neither yielded nor read. Raise ValueError if a number is out of range,
+    and while iterating if logits are not finite.
 
     Args:
         prefills: one per row.
@@ -134,18 +133,18 @@ class TokenStream:
             for row, (prefill, seed) in enumerate(zip(prefills, seeds, strict=True)):
                 request = Request(prompt, max_new_tokens, sampling, seed, stops, keep=self._kept[row])
                 self._batch.add(row, request, prefill)
-            for slot in reversed(range(len(prefills) if max_new_tokens == 0 else 0)):
-                self._finish(slot, "length")
+            if max_new_tokens == 0:
+                for slot in reversed(range(len(prefills))):
+                    self._finish(slot, "length")
 
     def __iter__(self) -> Iterator[NewToken]:
         while self._batch.sequences:
             with inference(self._model):
                 self._batch.decode()
-                for slot, message in self._batch.broken().items():
-                    raise ValueError(f"row {self._batch.sequences[slot].key}: {message}")
-                events = self._batch.draw()
-            ends = [event for event in events if isinstance(event, Finished)]
-            self._reasons |= {end.request_id: cast(FinishReason, end.reason) for end in ends}
+                events = self._batch.draw(strict=True)
+            for event in events:
+                if isinstance(event, Finished):
+                    self._reasons[event.request_id] = cast(FinishReason, event.reason)
             yield from sorted(NewToken(event.request_id, event.token) for event in events if isinstance(event, Token))
 
     @property
@@ -248,9 +247,8 @@ def generate(
     ids: list[list[int]] = [[] for _ in tokens.finish_reasons]
     for row, token in tokens:
         ids[row].append(token)
-    reasons = [reason for reason in tokens.finish_reasons if reason is not None]
     texts = [] if tokenizer is None else [tokenizer.decode(row) for row in ids]
-    return Generation(ids, reasons, tokens.state, texts)
+    return Generation(ids, [reason for reason in tokens.finish_reasons if reason is not None], tokens.state, texts)
 
 
 def stream(
@@ -260,10 +258,8 @@ def stream(
     logit_bias: Mapping[int, float] | None = None, seed: int | Sequence[int] | None = None,
     stop_tokens: Collection[int] = (), state: GeckoState | None = None,
 ) -> TokenStream:  # fmt: skip
-    """Return an iterator of ``(row, token)`` that generates tokens on demand.
-
-    This call prefills the prompts. Arguments and errors as for ``generate``.
-    """
+    """Return an iterator of ``(row, token)`` that generates tokens on demand. This call prefills the prompts. Arguments
+    and errors as for ``generate``."""
     sampling = Sampling(
         temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, presence_penalty, frequency_penalty
     )
@@ -289,18 +285,28 @@ def stream(
 
 @dataclass(frozen=True)
 class LlamaPrefill:
-    """Key-value cache of one sequence and the logits of its next token."""
+    """Key-value cache of one sequence and the logits (V,) of its next token."""
 
     cache: KeyValues
     logits: Tensor
-    """(V,), of the next token."""
+
+
+def _read_llama(
+    model: Llama, tokens: Iterable[Tensor], cache: KeyValues | None
+) -> Iterator[tuple[Tensor, KeyValues, Tensor]]:
+    """Yield per piece: the input of the head (n, D), the cache after it, and its tokens."""
+    for part in cut(checked(tokens, model.config.vocab_size), LLAMA_PIECE, LLAMA_PIECE):
+        part = part.to(model.lm_head.weight.device)
+        with inference(model):
+            hidden, cache = model.read(part.unsqueeze(0), cache)
+        yield hidden[0], cache, part
 
 
 def prefill_llama(model: Llama, tokens: Iterable[Tensor], after: LlamaPrefill | None = None) -> LlamaPrefill:
     """Read one sequence, given as 1-D integer tensors of any lengths. Raise TypeError or ValueError if the tokens are
     not ids of the model, or there are none."""
-    before, reading = None if after is None else after.cache, None
-    for hidden, cache, _ in _read_llama(model, tokens, before):
+    reading = None
+    for hidden, cache, _ in _read_llama(model, tokens, None if after is None else after.cache):
         with inference(model):
             reading = LlamaPrefill(cache, model.lm_head(hidden[-1]))
     if reading is None:
@@ -312,12 +318,11 @@ def score_llama(model: Llama, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the losses in nats of all tokens after the first, piece by piece; the keys and values of all are kept."""
     last = None
     for hidden, _, part in _read_llama(model, tokens, None):
-        before = hidden[:-1] if last is None else torch.cat([last, hidden[:-1]])
-        targets = part[1:] if last is None else part
+        inputs, targets = shifted(last, hidden, part)
         last = hidden[-1:]
         if len(targets):
             with inference(model):
-                losses = token_cross_entropy(before, model.lm_head.weight, targets)
+                losses = token_cross_entropy(inputs, model.lm_head.weight, targets)
             yield losses
 
 
@@ -329,10 +334,9 @@ class LlamaStream:
         self, model: Llama, reading: LlamaPrefill, *, seed: int, temperature: float, max_new_tokens: int,
         stop_tokens: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self._model, self._reading, self._left = model, reading, max_new_tokens
-        self._stop_tokens = frozenset(stop_tokens)
+        self._model, self._reading, self._left, self._stop_tokens = model, reading, max_new_tokens, {*stop_tokens}
         self._sampler = Sampler([Sampling(temperature)], reading.logits.device)
-        self._random = RandomNumbers(seed)
+        self._random = random_numbers(seed)
 
     def __iter__(self) -> Iterator[NewToken]:
         while self._left:
@@ -347,15 +351,3 @@ class LlamaStream:
     def stop(self, row: int) -> None:
         """Generate no more tokens."""
         self._left = 0
-
-
-def _read_llama(
-    model: Llama, tokens: Iterable[Tensor], cache: KeyValues | None
-) -> Iterator[tuple[Tensor, KeyValues, Tensor]]:
-    """Yield per piece: the input of the head (n, D), the cache after it, and its tokens."""
-    device = model.lm_head.weight.device
-    for part in cut(checked(tokens, model.config.vocab_size), LLAMA_PIECE, LLAMA_PIECE):
-        part = part.to(device)
-        with inference(model):
-            hidden, cache = model.read(part.unsqueeze(0), cache)
-        yield hidden[0], cache, part

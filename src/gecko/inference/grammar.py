@@ -1,9 +1,6 @@
-"""Constraints on generated text: JSON, a regular expression or a choice of texts, by the llguidance library.
-
-A constraint says after each token which tokens may come next. All others get the logit −inf before sampling. Schemas
-and patterns are made exact first: other programs read the JSON as its schema says, also where the library rounds,
-ignores or cannot count.
-"""
+"""Constraints on generated text: JSON, a regular expression or a choice of texts, by the llguidance library. A
+constraint says after each token which may come next. Schemas and patterns are made exact first: other programs read the
+JSON as its schema says, also where the library rounds, ignores or cannot count."""
 
 from __future__ import annotations
 
@@ -37,10 +34,8 @@ _JSON = {
     "whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{1,20}", "lenient": False, "coerce_one_of": False,
     "item_separator": ",", "key_separator": ":",
 }  # fmt: skip
-"""Form of the JSON. They replace the options of the same names that a schema may have in ``x-guidance``.
-
-A small model may write white space for ever, so there are at most 20 characters of it between two symbols.
-"""
+"""Form of the JSON. They replace the options of the same names that a schema may have in ``x-guidance``. A small model
+may write white space for ever, so there are at most 20 characters of it between two symbols."""
 _OPERATORS = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 _LONGEST = 300
 _NO_TEXT = "no token of the vocabulary continues the text towards one that the constraint allows"
@@ -74,33 +69,32 @@ class Grammar:
         return Grammar("call", json.dumps([arguments, schemas]))
 
 
+@dataclass(frozen=True, eq=False)
 class Constraint:
-    """Compiled grammar for one tokenizer; ``start`` returns the matcher of one sequence. Thread-safe.
+    """Compiled grammar for one tokenizer; thread-safe."""
 
-    ``matcher`` is that of llguidance, before any token; ``text``: (V,) bool, the ids that represent text; ``tokens``:
-    the ids as parts of JSON, of which no object repeats a name, or None for other texts.
-    """
-
-    def __init__(self, matcher: Any, text: np.ndarray, tokens: JsonTokens | None) -> None:
-        self._matcher, self._text, self._tokens = matcher, text, tokens
+    matcher: Any
+    """That of llguidance, before any token."""
+    text: np.ndarray
+    """(V,) bool: the ids that represent text."""
+    tokens: JsonTokens | None
+    """The ids as parts of JSON, of which no object repeats a name; None for other texts."""
 
     @property
     def vocab_size(self) -> int:
-        return len(self._text)
-
-    def start(self, stop_tokens: Iterable[int], excluded: frozenset[int] = frozenset()) -> Matcher:
-        """Return a matcher at the start of a text. ``stop_tokens`` may end it once it is complete; ``excluded`` ids are
-        never drawn."""
-        text = self._text.copy()
-        text[list(excluded)] = False
-        return Matcher(self._matcher.deep_copy(), text, self._tokens, frozenset(stop_tokens) - excluded)
+        return len(self.text)
 
 
 class Matcher:
-    """Constraint of one sequence at its current position. Raise ConstraintError if no token is allowed."""
+    """Constraint of one sequence at its current position. ``stop_tokens`` may end the text once it is complete;
+    ``excluded`` ids are never drawn. Raise ConstraintError if no token is allowed."""
 
-    def __init__(self, matcher: Any, text: np.ndarray, tokens: JsonTokens | None, stop_tokens: Iterable[int]) -> None:
-        self._matcher, self._text, self._tokens, self._stops = matcher, text, tokens, list(stop_tokens)
+    def __init__(
+        self, constraint: Constraint, stop_tokens: Iterable[int], excluded: frozenset[int] = frozenset()
+    ) -> None:
+        self._matcher, self._tokens = constraint.matcher.deep_copy(), constraint.tokens
+        self._text, self._stops = constraint.text.copy(), list(frozenset(stop_tokens) - excluded)
+        self._text[list(excluded)] = False
         self._names = Names()
         self.allowed = self._next()
         """(V,) bool, the tokens that may come next."""
@@ -148,9 +142,9 @@ class GrammarCompiler:
         self._text[special] = False
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Compile a grammar, in at most about a second; releases the GIL. Equal grammars are compiled anew: sequences
-        of one constraint share a cache, which has a limit. Raise ConstraintError if the grammar is invalid, too large
-        or too complex, or allows no text, ImportError if llguidance is not installed."""
+        """Compile a grammar, in at most about a second, without the GIL; equal ones anew, as sequences of one share a
+        cache, which has a limit. Raise ConstraintError if the grammar is invalid, too large or too complex, or allows
+        no text, ImportError if llguidance is not installed."""
         library = require("llguidance", "serve")
         try:
             source = _source(library, grammar)
@@ -161,7 +155,7 @@ class GrammarCompiler:
         matcher = library.LLMatcher(tokenizer, source, limits=limits, log_level=0)
         _check(matcher)
         constraint = Constraint(matcher, self._text, tokens if grammar.kind in ("json_schema", "call") else None)
-        constraint.start([])  # the first mask fails if the grammar allows no text
+        Matcher(constraint, [])  # the first mask fails if the grammar allows no text
         return constraint
 
     def _library_tokenizer(self, library: Any) -> tuple[Any, JsonTokens]:
@@ -241,7 +235,7 @@ class _Vocabulary:
             end = next((end for end in ends if text[begin:end] in self._ids), None)
             if end is not None:
                 ids.append(self._ids[text[begin:end]])
-            begin = begin + 1 if end is None else end
+            begin = end or begin + 1
         return ids
 
 
@@ -271,11 +265,9 @@ def exact_schema(source: str) -> str:
 
 
 def exact_pattern(pattern: str) -> str:
-    """Return a regular expression for the library whose texts match ``pattern`` in other programs too.
-
-    Where a set has all control characters, the library adds the quote and the backslash: NUL is left out of sets. Raise
-    ValueError if other programs read a set otherwise, or the pattern asks for NUL.
-    """
+    """Return a regular expression for the library whose texts match ``pattern`` in other programs too. To sets of all
+    control characters the library adds quote and backslash: NUL is left out of them. Raise ValueError if other programs
+    read a set otherwise, or the pattern asks for NUL."""
 
     def exact(part: re.Match[str]) -> str:
         inside = part["inside"]
@@ -348,9 +340,8 @@ class Names(NamedTuple):
     escaped: bool = False
 
     def read(self, part: bytes) -> Names | None:
-        """Return the names after the next part of the text; None if it repeats a name, or spells one with ``\\u``:
-        by another spelling, the name of a property passes as that of an additional one.
-        """
+        """Return the names after the next part of the text; None if it repeats a name, or spells one with ``\\u``: by
+        another spelling, the name of a property passes as that of an additional one."""
         opened, string, is_name, escaped = self
         for symbol in (part[at : at + 1] for at in range(len(part))):
             if is_name and escaped and symbol == b"u":

@@ -61,22 +61,21 @@ class Network(Protocol):
 
 
 def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | None:
-    """Return the backend whose kernels decode with these weights and states; None if ``Gecko.step`` must.
-
-    Weights must be float32 or bfloat16, or quantised: to 8 or 4 bits on the CPU, and to 8 bits on a GPU. Models with
-    adapters, hooks, modules of other classes or sharded weights decode in PyTorch.
-    """
+    """Return the backend whose kernels decode with these weights and states; None if ``Gecko.step`` must. Weights must
+    be float32 or bfloat16, or quantised: to 8 or 4 bits on the CPU, and to 8 bits on a GPU. Models with adapters,
+    hooks, modules of other classes or sharded weights decode in PyTorch."""
     modules = list(model.modules())
     floats = [(name, x.dtype) for name, x in state.tensors().items() if x.is_floating_point()]
     config = model.config
     known = (
         all(getattr(config, name) == PAPER[name] for name in _ONLY_IN_PYTORCH)
         and config.memory in _MEMORIES
-        and not model.sharded and not dispatch.is_watched() and all(map(_is_known, modules))
+        and not model.sharded and not dispatch.is_watched()
+        and all(vars(type(x)).get("computes", type(x)) in _MODULES for x in modules)
         and all(x.dtype in _DTYPES for x in model.parameters())
         and all(dtype in (_DTYPES if ".attention." in name else _DTYPES[:1]) for name, dtype in floats)
-        and all(is_bare(module) for module in modules if isinstance(module, nn.Linear))
-        and not any(map(_has_hooks, modules))
+        and all(is_bare(x) for x in modules if isinstance(x, nn.Linear))
+        and not any(x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in modules)
     )  # fmt: skip
     if not known:
         return None
@@ -94,53 +93,33 @@ def _triton_decodes(model: Gecko) -> bool:
     config = model.config
     if config.memory not in ("none", "adaptive") or (config.norm == "rms" and config.local_mixing == "cema"):
         return False
-    matrices = [module.weight for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    kinds = {_kind(weight) for weight in matrices}
+    kinds = set()
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            integers, scale = plain_tensors(module.weight) if is_quantized(module.weight) else (module.weight, None)
+            kinds.add(integers.dtype if scale is None else "8 bit" if scale.numel() == len(integers) else "4 bit")
     floats = {parameter.dtype for parameter in (model.embedding.weight, model.head.weight)}
-    return (
-        len(kinds) == 1 and kinds <= {"8 bit", *map(str, floats)}
-        and len(floats) == 1 and len({parameter.device for parameter in model.parameters()}) == 1
-    )  # fmt: skip
-
-
-def _kind(weight: Tensor) -> str:
-    if not is_quantized(weight):
-        return str(weight.dtype)
-    integers, scale = plain_tensors(weight)
-    return "8 bit" if scale.numel() == len(integers) else "4 bit"
-
-
-def _is_known(module: nn.Module) -> bool:
-    kind = type(module)
-    return vars(kind).get("computes", kind) in _MODULES
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    one_device = len({parameter.device for parameter in model.parameters()}) == 1
+    return len(kinds) == 1 and kinds <= {"8 bit", *floats} and len(floats) == 1 and one_device
 
 
 class PackedWeights:
-    """Weights of one model as the decoders in C and Triton read them.
-
-    Weights that have the right form are not copied. The others are: quantised ones in 4 bits, rows that do not fill
-    whole registers, and vectors in 16 bits.
-    """
+    """Weights of one model as the decoders in C and Triton read them. Weights that have the right form are not copied.
+    The others are: quantised ones in 4 bits, rows that do not fill whole registers, and vectors in 16 bits."""
 
     def __init__(self, model: Gecko, backend: Literal["triton", "cpu"]) -> None:
         self._config, self._backend = model.config, backend
         embedding = matrix(model.embedding.weight)
         head = embedding if model.config.tie_embedding else matrix(model.head.weight)
         self._ends = {"embedding": embedding, "head": head}
-        self._final_norm = _running_norm(model.final_norm, model.config.model_dim)
+        self._final_norm = _norm(model.final_norm, model.config.model_dim)
         blocks = [block for block in model.blocks if isinstance(block, Block)]
         self._layers = [{**_mixer(x.mixer), **_feed_forward(x.feed_forward, model.config)} for x in blocks]
         self._turns = _turns(blocks[0].mixer.pattern, model.config)
 
     def with_states(self, state: GeckoState, rows: int | None = None) -> Network:
-        """Return the network that changes the rows of ``state`` in place, at most ``rows`` of them in one call.
-
-        Each tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all.
-        """
+        """Return the network that changes the rows of ``state`` in place, at most ``rows`` of them in one call. Each
+        tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all."""
         layers = [_with_state(*both) for both in zip(self._layers, state.mixers, strict=True)]
         ring = state.mixers[0].attention
         page_bytes = 0 if ring.keys.is_contiguous() else ring.keys.stride(0) * ring.keys.itemsize
@@ -194,60 +173,48 @@ def _plus_one(weight: Tensor | None, size: int) -> Tensor:
     return torch.ones(size, dtype=torch.float32, device="cpu") if weight is None else 1 + _vector(weight)
 
 
-def _or_zeros(bias: Tensor | None, size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.float32, device="cpu") if bias is None else _vector(bias)
-
-
-def _running_norm(norm: TimestepNorm | StepRMSNorm, features: int) -> Record:
-    scale = _factor(norm, features)
-    return {"scale": scale} if isinstance(norm, RMSNorm) else {"scale": scale, "shift": _or_zeros(norm.bias, features)}
-
-
-def _factor(norm: TimestepNorm | LayerNorm | BlockRMSNorm, features: int) -> Tensor:
-    """Return the factor of every feature after the norm of a block."""
+def _norm(norm: TimestepNorm | LayerNorm | BlockRMSNorm, features: int) -> Record:
+    """Return factor and shift of every feature; an RMS norm has no shift, and that of a block another factor."""
     if isinstance(norm, BlockRMSNorm) and norm.weight is not None:
-        return _vector(norm.weight)
-    return _plus_one(norm.weight, features)
+        return {"scale": _vector(norm.weight)}
+    found: Record = {"scale": _plus_one(norm.weight, features)}
+    if not isinstance(norm, RMSNorm):
+        found["shift"] = torch.zeros_like(found["scale"]) if norm.bias is None else _vector(norm.bias)
+    return found
 
 
 def _mixer(mixer: GatedAttention) -> Record:
-    features = mixer.config.model_dim
+    config, size = mixer.config, mixer.config.key_head_dim
     found: Record = {
-        "norm": _running_norm(mixer.norm, features), **_scales(mixer),
+        "norm": _norm(mixer.norm, config.model_dim),
         "memory_factor": None if mixer.memory_factor is None else _vector(mixer.memory_factor),
     }  # fmt: skip
+    # Factors of queries and keys have that of the scores.
+    if mixer.scale is not None and mixer.offset is not None:
+        found |= {"qk_scale": (1 + _vector(mixer.scale)) / size**0.5, "qk_shift": _vector(mixer.offset)}
+    else:
+        query, key = (None if norm is None else norm.weight for norm in (mixer.query_norm, mixer.key_norm))
+        found["query_scale"] = _plus_one(query, config.num_heads * size) / size**0.5
+        found["key_scale"] = _plus_one(key, config.num_key_value_heads * size)
     for name in ("shared", "query", "key", "value", "gate", "memory_gate", "hidden", "output"):
         if (layer := getattr(mixer, f"to_{name}")) is not None:
             found[f"to_{name}"] = matrix(layer.weight, layer.bias)
     if mixer.cema is not None and mixer.cema_norm is not None:
         omega = mixer.cema.omega
         found["cema_tables"] = _cema_tables(mixer.cema)
-        found["cema_skip"] = _plus_one(None, features) if omega is None else _vector(omega)
-        found["cema_norm"] = _plus_one(mixer.cema_norm.weight, features)
+        found["cema_skip"] = _plus_one(None, config.model_dim) if omega is None else _vector(omega)
+        found["cema_norm"] = _plus_one(mixer.cema_norm.weight, config.model_dim)
     return found
 
 
-def _scales(mixer: GatedAttention) -> Record:
-    """Return the factors of queries and keys, with that of the scores."""
-    config = mixer.config
-    size = config.key_head_dim
-    if mixer.scale is not None and mixer.offset is not None:
-        return {"qk_scale": (1 + _vector(mixer.scale)) / size**0.5, "qk_shift": _vector(mixer.offset)}
-    query, key = (None if norm is None else norm.weight for norm in (mixer.query_norm, mixer.key_norm))
-    heads = config.num_heads, config.num_key_value_heads
-    return {"query_scale": _plus_one(query, heads[0] * size) / size**0.5, "key_scale": _plus_one(key, heads[1] * size)}
-
-
 def _feed_forward(layer: FeedForward, config: GeckoConfig) -> Record:
-    matrices = {name: matrix(getattr(layer, name).weight) for name in ("fc1", "fc2")}
-    if layer.fc3 is not None:
-        matrices["fc3"] = matrix(layer.fc3.weight)
+    norm = _norm(layer.norm, config.model_dim)
+    matrices = {name: getattr(layer, name) for name in ("fc1", "fc2", "fc3")}
     return {
-        "ffn_norm_scale": _factor(layer.norm, config.model_dim),
-        "ffn_norm_shift": None if isinstance(layer.norm, RMSNorm) else _or_zeros(layer.norm.bias, config.model_dim),
+        "ffn_norm_scale": norm["scale"], "ffn_norm_shift": norm.get("shift"),
         "ffn_scale": None if layer.scale is None else _vector(layer.scale),
-        **matrices,
-    }
+        **{name: matrix(one.weight) for name, one in matrices.items() if one is not None},
+    }  # fmt: skip
 
 
 @torch.no_grad()

@@ -1,10 +1,8 @@
-"""Pieces of prompts: tokens are checked on the host and cut where the position is a multiple of a piece's length.
-
-Exported code for transformers takes this module, so it imports neither the decoder nor the model.
-"""
+"""Pieces of prompts: tokens are checked on the host and cut where the position is a multiple of a piece's length."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -22,13 +20,12 @@ LEAST_PIECE = 512
 def pieces(
     config: GeckoConfig, tokens: Iterable[Tensor], state: GeckoState | None = None, *, piece: int | None = None
 ) -> Iterator[Tensor]:
-    """Check the tokens that follow ``state`` and cut them where the position is a multiple of ``piece``. Raise
-    ValueError if the state has several rows; while iterating, TypeError or ValueError if tokens are not ids of the
-    model."""
+    """Check the tokens that follow ``state`` and cut them where the position is a multiple of ``piece``, as chunks end
+    there. Raise ValueError if the state has several rows; while iterating, TypeError or ValueError if tokens are not
+    ids of the model."""
     size = piece_length(config) if piece is None else piece
     if state is not None and state.batch_size != 1:
         raise ValueError(f"state must have one row; got {state.batch_size}. Try state.rows([0]).")
-    # Pieces end where chunks end.
     first = size if state is None else size - state.position[0] % size
     return cut(checked(tokens, config.vocab_size), first, size)
 
@@ -40,32 +37,27 @@ def piece_length(config: GeckoConfig) -> int:
 
 
 class PiecePace:
-    """Number of prompt tokens to read between two tokens of other sequences, by the speed of the pieces before.
-
-    It is a whole number of attention windows: ``piece_length``, halved until reading is expected to take at most
-    ``seconds``, but not below ``LEAST_PIECE``, because calls with few tokens are slow.
-    """
+    """Number of prompt tokens to read between two tokens of other sequences, by the speed of the pieces before. It is a
+    whole number of attention windows: ``piece_length``, halved until reading is expected to take at most ``seconds``,
+    but not below ``LEAST_PIECE``, because calls with few tokens are slow."""
 
     def __init__(self, config: GeckoConfig, seconds: float) -> None:
         window, self._sizes, self._seconds = 2 * config.chunk_size, [piece_length(config)], seconds
         while (half := self._sizes[-1] // window // 2 * window) >= LEAST_PIECE:
             self._sizes.append(half)
-        self._per_token: float | None = None
+        self._per_token = math.inf
 
     @property
     def piece(self) -> int:
         """The least size before the first ``record``."""
-        if self._per_token is None:
-            return self._sizes[-1]
         fitting = (size for size in self._sizes if size * self._per_token <= self._seconds)
         return next(fitting, self._sizes[-1])
 
     def record(self, tokens: int, seconds: float) -> None:
         """Take the time into account that reading ``tokens`` took; short pieces say nothing about long ones."""
-        if tokens < self._sizes[-1]:
-            return
-        now = seconds / tokens
-        self._per_token = now if self._per_token is None else (self._per_token + now) / 2
+        if tokens >= self._sizes[-1]:
+            now = seconds / tokens
+            self._per_token = now if self._per_token == math.inf else (self._per_token + now) / 2
 
 
 def checked(tokens: Iterable[Tensor], vocab_size: int) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from gecko.inference.decoder import read_piece
 from gecko.inference.pieces import pieces
 from gecko.inference.prefix_cache import Key, PrefixCache
 from gecko.inference.request import PromptScores, Request
-from gecko.inference.sampling import all_finite, finite_rows, not_finite
+from gecko.inference.sampling import broken_rows, not_finite
 from gecko.models.gecko import Gecko
 from gecko.ops.loss import token_cross_entropy
 from gecko.state import GeckoState
@@ -82,6 +82,12 @@ def inference(model: nn.Module) -> Iterator[None]:
             model.train()
 
 
+def shifted(last: Tensor | None, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inputs of the head that predict the ``tokens`` of a piece, whose own are ``hidden`` (n, D), and what
+    they predict. ``last`` (1, D) is that of the token before the piece; nothing predicts the first token of all."""
+    return (hidden[:-1], tokens[1:]) if last is None else (torch.cat([last, hidden[:-1]]), tokens)
+
+
 class PromptScorer:
     """Computes ``PromptScores`` with ``top`` tokens per place, piece by piece; not all logits of one exist at once."""
 
@@ -89,21 +95,20 @@ class PromptScorer:
         self._head, self._top = model.head, top
         self._rows = max(1, _BLOCK // model.config.vocab_size)
         self._last: Tensor | None = None
+        none = torch.empty(0, top, dtype=torch.float64, device="cpu")
         self._tokens: list[Tensor] = []
-        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._found = [(none.flatten()[:0], none.long(), none)]
 
     def push(self, hidden: Tensor, tokens: Tensor) -> None:
         """Add a piece: inputs of the head (T, D) and tokens (T,). Raise ValueError if logits are not finite."""
-        before = hidden[:-1] if self._last is None else torch.cat([self._last, hidden[:-1]])
-        targets = tokens[1:] if self._last is None else tokens
+        inputs, targets = shifted(self._last, hidden, tokens)
         self._last = hidden[-1:]
         self._tokens.append(tokens.cpu())
-        for inputs, wanted in zip(before.split(self._rows), targets.split(self._rows), strict=True):
-            if not len(wanted):
-                continue
-            logits = self._head(inputs)
-            if not all_finite(logits):
-                raise ValueError(not_finite(logits[~finite_rows(logits)][0]))
+        for begin in range(0, len(targets), self._rows):
+            some = slice(begin, begin + self._rows)
+            logits, wanted = self._head(inputs[some]), targets[some]
+            if rows := broken_rows(logits):
+                raise ValueError(not_finite(logits[rows[0]]))
             distributions = logits.double().log_softmax(-1)
             top = distributions.topk(self._top, dim=-1)
             own = distributions.gather(1, wanted.unsqueeze(1)).squeeze(1)
@@ -111,10 +116,7 @@ class PromptScorer:
 
     def result(self) -> PromptScores:
         """Return the scores of all tokens so far."""
-        none = torch.empty(0, self._top, dtype=torch.float64, device="cpu")
-        first = none.flatten()[:0], none.long(), none
-        columns = zip(first, *self._found, strict=True)
-        return PromptScores(torch.cat(self._tokens), *map(torch.cat, columns))
+        return PromptScores(torch.cat(self._tokens), *map(torch.cat, zip(*self._found, strict=True)))
 
 
 class Scored(NamedTuple):
@@ -136,31 +138,26 @@ def score(
     for part in pieces(model.config, tokens, state, piece=piece):
         with inference(model):
             hidden, state = model.hidden(part.unsqueeze(0).to(device), state=state)
-            before = hidden[0, :-1] if last is None else torch.cat([last, hidden[0, :-1]])
-            targets = part[1:] if last is None else part
-            losses = hidden.new_empty(0)
+            inputs, targets = shifted(last, hidden[0], part)
+            last, losses = hidden[0, -1:], hidden.new_empty(0)
             if len(targets):
-                losses = token_cross_entropy(before, model.head.weight, targets.to(device))
-            last = hidden[0, -1:]
+                losses = token_cross_entropy(inputs, model.head.weight, targets.to(device))
         yield Scored(losses, state)
 
 
 class PromptPrefill:
-    """Chunked prefill of one prompt, shared by all requests with that prompt, such as ``request``.
-
-    It uses no ``cache`` if the request has an initial state or asks for log-probabilities of the prompt. The cache
-    keeps a state at a multiple of ``piece``. ``arrival`` is the engine's step at which the request was submitted.
-    """
+    """Chunked prefill of one prompt, shared by all ``requests`` with that prompt, such as ``request``. It uses no
+    ``cache`` if the request has an initial state or asks for log-probabilities of the prompt. The cache keeps a state
+    at a multiple of ``piece``. ``arrival`` is the engine's step at which the request was submitted."""
 
     def __init__(self, request: Request, model: Gecko, cache: PrefixCache | None, piece: int, arrival: int) -> None:
         self.arrival = arrival
         self.requests: dict[int, Request] = {}
-        self._model, self._piece, self._initial_state = model, piece, request.state
+        self._request, self._model, self._piece = request, model, piece
         self._device = model.embedding.weight.device
         self._scorer = None if request.prompt_logprobs is None else PromptScorer(model, request.prompt_logprobs)
-        self._top = request.prompt_logprobs
         self._cache = cache if request.state is None and self._scorer is None else None
-        self._given, self._prompt = request.prompt, request.prompt.to("cpu", torch.int64)
+        self._prompt = request.prompt.to("cpu", torch.int64)
         self.state: GeckoState | None = None
         """State after the tokens that are read; None at the start of a text."""
         self._logits: Tensor | None = None
@@ -168,6 +165,7 @@ class PromptPrefill:
         self.position = request.start_position
         """Tokens of the sequence that the state has read."""
         self.piece = 0
+        """Tokens of the last piece."""
         self._read = self._known = 0
         self._started = False
         self._borders: Mapping[int, Key] = {}
@@ -184,29 +182,28 @@ class PromptPrefill:
 
     def serves(self, request: Request) -> bool:
         """Return whether ``request`` has the same prompt and initial state, and asks for the same log-probabilities."""
-        same = request.state is self._initial_state and request.prompt_logprobs == self._top
+        own = self._request
+        same = request.state is own.state and request.prompt_logprobs == own.prompt_logprobs
         if not same or len(request.prompt) != len(self._prompt):
             return False
-        return request.prompt is self._given or torch.equal(request.prompt.to("cpu", torch.int64), self._prompt)
+        return request.prompt is own.prompt or torch.equal(request.prompt.to("cpu", torch.int64), self._prompt)
 
     def is_of_call(self, request: Request) -> bool:
         """Return whether ``request`` was made with the same tensor, as the choices of one call are."""
-        return request.prompt is self._given and self.serves(request)
+        return request.prompt is self._request.prompt and self.serves(request)
 
     def start(self) -> None:
         """Look the prompt up in the cache, to which earlier requests may have added since this one was submitted."""
         if self._started:
             return
         self._started = True
-        if self._initial_state is not None:
-            self.state = self._initial_state.to(self._device)
+        if self._request.state is not None:
+            self.state = self._request.state.to(self._device)
         if self._cache is None:
             return
         prefix = self._cache.find(self._model.fingerprint(), self._prompt, self._model.config.chunk_size, self._piece)
-        self._borders = prefix.borders
-        if prefix.state is not None:
-            self.state, self._logits = prefix.state, prefix.logits
-            self.position = self._read = self._known = prefix.length
+        self._borders, self.state, self._logits = prefix.borders, prefix.state, prefix.logits
+        self.position = self._read = self._known = prefix.length
 
     @property
     def known(self) -> Prefill | None:
@@ -233,13 +230,12 @@ class PromptPrefill:
         self._read, self.position = self._read + self.piece, self.position + self.piece
         if self._scorer is not None:
             self._scorer.push(hidden, tokens)
-        logits = None if self._read < len(self._prompt) else self._model.head(hidden[-1])
+        logits = None if self.remaining else self._model.head(hidden[-1])
         if self._cache is not None and self._read in self._borders:
             self._cache.keep(self._borders[self._read], state, logits)
         if logits is None:
             return None
-        scores = None if self._scorer is None else self._scorer.result()
-        return Prefill(state, logits, self._seen(), scores)
+        return Prefill(state, logits, self._seen(), None if self._scorer is None else self._scorer.result())
 
     def _seen(self) -> Tensor:
         seen = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device="cpu")
@@ -247,11 +243,9 @@ class PromptPrefill:
 
 
 def together(prompts: Sequence[PromptPrefill], piece: int, budget: int) -> list[tuple[PromptPrefill, int]]:
-    """Return the prompts to read in one call, each with the ``piece`` of its tokens.
-
-    They are the first one, with its ``piece``, and others, in their order, whose rest fits beside it. All together,
-    with the padding up to the longest, have at most ``budget`` tokens.
-    """
+    """Return the prompts to read in one call, each with the ``piece`` of its tokens. They are the first one, with its
+    ``piece``, and others, in their order, whose rest fits beside it. All together, with the padding up to the longest,
+    have at most ``budget`` tokens."""
     first, *others = prompts
     found, longest = [(first, piece)], len(first.tokens(piece))
     tokens = longest
@@ -271,18 +265,14 @@ def together(prompts: Sequence[PromptPrefill], piece: int, budget: int) -> list[
 
 
 def read_together(model: Gecko, prompts: Sequence[tuple[PromptPrefill, int]]) -> list[Prefill | Exception | None]:
-    """Read the next piece of each prompt in one call of the model.
-
-    The result of a prompt is None unless it ends; it is an exception if the prompt cannot be read. If the call fails,
-    each prompt is read by itself: the others do not fail with it.
-    """
+    """Read the next piece of each prompt in one call of the model. The result of a prompt is None unless it ends; it is
+    an exception if the prompt cannot be read. If the call fails, each prompt is read by itself: the others do not fail
+    with it."""
     try:
         parts = [one.tokens(piece) for one, piece in prompts]
-        read_rows = list(_read_rows(model, parts, [one.state for one, _ in prompts]))
+        read_rows = _read_rows(model, parts, [one.state for one, _ in prompts])
     except Exception as error:
-        if len(prompts) == 1:
-            return [error]
-        return [read_together(model, [one])[0] for one in prompts]
+        return [error] if len(prompts) == 1 else [read_together(model, [one])[0] for one in prompts]
     results: list[Prefill | Exception | None] = []
     for (prompt, _), part, (hidden, state) in zip(prompts, parts, read_rows, strict=True):
         try:
@@ -294,16 +284,15 @@ def read_together(model: Gecko, prompts: Sequence[tuple[PromptPrefill, int]]) ->
 
 def _read_rows(
     model: Gecko, parts: Sequence[Tensor], states: Sequence[GeckoState | None]
-) -> Iterator[tuple[Tensor, GeckoState]]:
-    """Yield for each part (n,) the inputs of the head (n, D) and the state of one row after it."""
+) -> list[tuple[Tensor, GeckoState]]:
+    """Return for each part (n,) the inputs of the head (n, D) and the state of one row after it."""
     if len(parts) == 1:
         hidden, after = read_piece(model, parts[0].unsqueeze(0), states[0])
-        yield hidden[0], after
-        return
+        return [(hidden[0], after)]
     fresh = all(state is None for state in states)
     before = None if fresh else GeckoState.stack([model.empty_state() if x is None else x for x in states])
     lengths = torch.tensor([len(part) for part in parts], device="cpu")
     tokens = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
     hidden, after = model.hidden(tokens, state=before, lengths=lengths)
-    for row, length in enumerate(lengths):
-        yield hidden[row, :length], after.map(lambda x, row=row: x[row : row + 1])  # type: ignore[misc]
+    rows = (after.map(lambda x, row=row: x[row : row + 1]) for row in range(len(parts)))  # type: ignore[misc]
+    return [(hidden[row, :length], state) for row, (length, state) in enumerate(zip(lengths, rows, strict=True))]

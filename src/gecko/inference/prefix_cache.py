@@ -19,6 +19,17 @@ Key = tuple[bytes, bytes]
 """Key of a prefix: the hash of its whole chunks, and the bytes of its tokens after them."""
 
 
+class Entry(NamedTuple):
+    """State after a prefix, and the logits (V,) of the next token if they are known."""
+
+    state: GeckoState
+    logits: Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        return self.state.num_bytes + (0 if self.logits is None else self.logits.nbytes)
+
+
 class Prefix(NamedTuple):
     """Result of looking up a prompt in the cache."""
 
@@ -51,7 +62,7 @@ class PrefixCache:
         self.misses = 0
         self.bytes = 0
         """Memory of the cached states and logits."""
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Key, Entry] = OrderedDict()
         self._tails: defaultdict[bytes, set[bytes]] = defaultdict(set)
         """Second halves of the keys of the entries by their first halves."""
         self._known: OrderedDict[bytes, None] = OrderedDict()
@@ -61,7 +72,7 @@ class PrefixCache:
         its logits, or one that leaves at least one token. ``model`` is the fingerprint of the weights."""
         hashes = list(_hashes(model, prompt, chunk_size))
         tail = prompt[(len(hashes) - 1) * chunk_size :].numpy().tobytes()
-        found = self._longest(hashes, prompt, chunk_size)
+        length, entry = self._longest(hashes, prompt, chunk_size)
         shared = max((count for count, key in enumerate(hashes) if count and key in self._known), default=0)
         whole_pieces = (len(prompt) - 1) // piece * piece // chunk_size
         for key in reversed(hashes[1:]):  # short prefixes last, so that they are evicted last
@@ -69,16 +80,12 @@ class PrefixCache:
             self._known.move_to_end(key)
         while len(self._known) > _KNOWN_PREFIXES:
             self._known.popitem(last=False)
-        length = 0 if found is None else found[0]
         borders = {count * chunk_size: (hashes[count], b"") for count in (shared, whole_pieces)}
         borders[len(prompt)] = hashes[-1], tail
         borders = {border: key for border, key in borders.items() if border > length}
-        if found is None:
-            self.misses += 1
+        self.hits, self.misses = self.hits + (entry is not None), self.misses + (entry is None)
+        if entry is None:
             return Prefix(0, None, None, borders)
-        self.hits += 1
-        self._entries.move_to_end(found[1])
-        entry = self._entries[found[1]]
         return Prefix(length, entry.state, entry.logits if length == len(prompt) else None, borders)
 
     def keep(self, key: Key, state: GeckoState, logits: Tensor | None = None) -> None:
@@ -86,13 +93,13 @@ class PrefixCache:
         earlier = self._entries.get(key)
         if earlier is not None and (logits is None or earlier.logits is not None):
             return
-        entry = _Entry(state, logits)
+        entry = Entry(state, logits)
         if entry.bytes > self.max_bytes:
             return
         self.bytes += entry.bytes - (0 if earlier is None else earlier.bytes)
         # The tensors of a state that a model returned may be views of much larger tensors.
         own = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
-        self._entries[key] = _Entry(own, None if logits is None else logits.clone())
+        self._entries[key] = Entry(own, None if logits is None else logits.clone())
         self._tails[key[0]].add(key[1])
         while self.bytes > self.max_bytes:
             (chunks, tail), evicted = self._entries.popitem(last=False)
@@ -101,25 +108,17 @@ class PrefixCache:
             if not self._tails[chunks]:
                 del self._tails[chunks]
 
-    def _longest(self, hashes: list[bytes], prompt: Tensor, chunk_size: int) -> tuple[int, Key] | None:
-        """Return the length and the key of the longest cached prefix."""
+    def _longest(self, hashes: list[bytes], prompt: Tensor, chunk_size: int) -> tuple[int, Entry | None]:
+        """Return the length of the longest cached prefix and its entry, which is now the one used last."""
         content, size = prompt.numpy().tobytes(), prompt.element_size()
         for count in reversed(range(len(hashes))):
             rest = content[count * chunk_size * size :]
             for tail in sorted(self._tails.get(hashes[count], ()), key=len, reverse=True):
                 key, length = (hashes[count], tail), count * chunk_size + len(tail) // size
                 if rest.startswith(tail) and (length < len(prompt) or self._entries[key].logits is not None):
-                    return length, key
-        return None
-
-
-class _Entry(NamedTuple):
-    state: GeckoState
-    logits: Tensor | None
-
-    @property
-    def bytes(self) -> int:
-        return self.state.num_bytes + (0 if self.logits is None else self.logits.nbytes)
+                    self._entries.move_to_end(key)
+                    return length, self._entries[key]
+        return 0, None
 
 
 def _hashes(model: str, tokens: Tensor, chunk_size: int) -> Iterator[bytes]:

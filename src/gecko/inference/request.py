@@ -23,8 +23,7 @@ class QueueFullError(RuntimeError):
     """The queue of waiting requests is full."""
 
 
-@dataclass(frozen=True)
-class EndState:
+class EndState(NamedTuple):
     """State of a sequence at its end."""
 
     state: GeckoState
@@ -35,12 +34,11 @@ class EndState:
 
 
 class KeptStates:
-    """States that the engine leaves for the caller of a request, each before the next event of the request."""
+    """States on the CPU that the engine leaves for the caller of a request, each before its next event."""
 
     prompt: GeckoState | None = None
-    """After the prompt, on the CPU."""
     end: EndState | None = None
-    """On the CPU. None if the request was cancelled or failed."""
+    """None if the request was cancelled or failed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +64,6 @@ class Request:
     """n: return an event ``PromptRead`` with log-probabilities of the prompt's tokens and of the n most likely tokens
     at their places. The whole prompt is then read, without the prefix cache."""
     constraint: Constraint | None = None
-    """Constraint of the generated text."""
     keep: KeptStates | None = None
     """Receives states of the sequence; None: they are dropped."""
 
@@ -76,8 +73,8 @@ class Request:
         return 0 if self.state is None else self.state.position[0]
 
     def check(self, config: GeckoConfig) -> None:
-        """Check the request for a model of ``config``. Raise TypeError or ValueError if the prompt is empty or not ids
-        of the model, or a number is out of range."""
+        """Raise TypeError or ValueError if the prompt is empty or not ids of a model of ``config``, or a number is out
+        of range."""
         if not isinstance(self.prompt, Tensor) or self.prompt.numel() == 0:
             raise ValueError("a prompt must be a tensor of at least one token id; got none. Try the document start.")
         for _ in pieces(config, [self.prompt], self.state, piece=self.prompt.numel()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +35,9 @@ def check_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of one sequence.
-
-    They are applied in this order: logit bias, repetition penalty, presence and frequency penalties, temperature,
-    top-k, top-p of the tokens that top-k keeps, min-p of the tokens that top-p keeps. Raise ValueError if a number is
-    out of range.
-    """
+    """Sampling parameters of one sequence. They are applied in this order: logit bias, repetition penalty, presence and
+    frequency penalties, temperature, top-k, top-p of the tokens that top-k keeps, min-p of the tokens that top-p keeps.
+    Raise ValueError if a number is out of range."""
 
     temperature: float = 1.0
     """Divides the logits; 0 always selects the most likely token."""
@@ -61,22 +58,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         least, most = _PENALTIES
-        extra = f"must be in −{MAX_PENALTY:g}..{MAX_PENALTY:g}, and is 0 for none"
-        rules: tuple[tuple[str, Any, float, float, str, str], ...] = (
-            ("temperature", self.temperature, 0, sys.float_info.max, "must be 0 (greedy) or above", " Try 0.8."),
-            ("top_k", self.top_k, 1, math.inf, "must be at least 1, or None for no limit", ""),
-            ("top_p", self.top_p, math.ulp(0), 1, "must be above 0 and at most 1, or None for no limit", ""),
-            ("min_p", self.min_p, 0, 1, "must be in 0..1, or None for no limit", " Try 0.05."),
-            (
-                "repetition_penalty", self.repetition_penalty, least, most,
-                f"must be in {least}..{most:g}, and is 1 for none", " Try 1.1.",
-            ),
-            ("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY, extra, " Try 0.5."),
-            ("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY, extra, " Try 0.5."),
-        )  # fmt: skip
-        for name, value, low, high, rule, advice in rules:
-            may_be_none = name in ("top_k", "top_p", "min_p")
-            if not (may_be_none and value is None) and not low <= value <= high:
+        signed = f"must be in −{MAX_PENALTY:g}..{MAX_PENALTY:g}, and is 0 for none"
+        extra = -MAX_PENALTY, MAX_PENALTY, signed, " Try 0.5."
+        rules: dict[str, tuple[float, float, str, str]] = {
+            "temperature": (0, sys.float_info.max, "must be 0 (greedy) or above", " Try 0.8."),
+            "top_k": (1, math.inf, "must be at least 1, or None for no limit", ""),
+            "top_p": (math.ulp(0), 1, "must be above 0 and at most 1, or None for no limit", ""),
+            "min_p": (0, 1, "must be in 0..1, or None for no limit", " Try 0.05."),
+            "repetition_penalty": (least, most, f"must be in {least}..{most:g}, and is 1 for none", " Try 1.1."),
+            "presence_penalty": extra, "frequency_penalty": extra,
+        }  # fmt: skip
+        for name, (low, high, rule, advice) in rules.items():
+            value: Any = getattr(self, name)
+            if not (value is None and rule.endswith("None for no limit")) and not low <= value <= high:
                 raise ValueError(f"{name} {rule}; got {value}.{advice}")
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
@@ -97,13 +91,11 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """Whether it is greedy or at a temperature, with nothing else."""
-        cuts = self.top_k, self.top_p, self.min_p
-        uncut = cuts in ((None, None, None), (None, 1, None))
+        uncut = (self.top_k, self.top_p, self.min_p) in ((None, None, None), (None, 1, None))
         return uncut and self.repetition_penalty == 1 and not self.counts_tokens and not self.logit_bias
 
     def check_ids(self, vocab_size: int) -> None:
-        """Check the ids of the logit bias. Raise ValueError if an id is outside a vocabulary of this size, or all ids
-        are excluded."""
+        """Raise ValueError if an id of the logit bias is outside a vocabulary of this size, or all are excluded."""
         if len(self.excluded) == vocab_size:
             raise ValueError(f"logit_bias must leave a token to draw; got −100 or less for all {vocab_size} tokens.")
         for token in self.logit_bias:
@@ -111,19 +103,12 @@ class Sampling:
                 raise ValueError(f"logit_bias must have ids in 0..{vocab_size - 1}; got {token}. Check the tokenizer.")
 
 
-class RandomNumbers:
-    """Uniform random numbers in [0, 1) of one sequence, which depend on its seed only."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._ready: list[float] = []
-
-    def draw(self) -> float:
-        if not self._ready:
-            # One call of PyTorch for many numbers: a call for each takes as long as a small model's layer.
-            numbers = torch.rand(_DRAWN_TOGETHER, generator=self._generator, dtype=torch.float64, device="cpu")
-            self._ready = numbers.flip(0).tolist()
-        return self._ready.pop()
+def random_numbers(seed: int) -> Iterator[float]:
+    """Yield the uniform random numbers in [0, 1) of one sequence, which depend on its seed only."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        # One call of PyTorch for many numbers: a call for each takes as long as a small model's layer.
+        yield from torch.rand(_DRAWN_TOGETHER, generator=generator, dtype=torch.float64, device="cpu").tolist()
 
 
 class Sampler:
@@ -131,19 +116,21 @@ class Sampler:
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> None:
         self._device = device
-        self._drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-        """Rows with a temperature above 0."""
-        self._index = None if len(self._drawn) == len(samplings) else self._integers(self._drawn)
-        self._bias = self._biases(samplings)
         self._plain = all(sampling.is_plain for sampling in samplings)
         self._temperatures = [sampling.temperature for sampling in samplings]
+        self._drawn = [row for row, temperature in enumerate(self._temperatures) if temperature > 0]
+        """Rows that draw a random number; ``_index`` is None if all do."""
+        self._index = None if len(self._drawn) == len(samplings) else self._integers(self._drawn)
+        biases = [(row, *item) for row, sampling in enumerate(samplings) for item in sampling.logit_bias.items()]
+        rows, tokens, values = zip(*biases, strict=True) if biases else ((), (), ())
+        self._bias = (self._integers(rows), self._integers(tokens)) if biases else None
+        self._biases = self._column([-math.inf if value <= _BAN else value for value in values]).squeeze(1)
         penalties = [sampling.repetition_penalty for sampling in samplings]
         self._penalty = self._column(penalties) if any(penalty != 1 for penalty in penalties) else None
         counted = [row for row, sampling in enumerate(samplings) if sampling.counts_tokens]
         self._counted = self._integers(counted) if counted else None
         self._presence = self._column([samplings[row].presence_penalty for row in counted])
         self._frequency = self._column([samplings[row].frequency_penalty for row in counted])
-
         drawn = [samplings[row] for row in self._drawn]
         self._temperature = self._column([sampling.temperature for sampling in drawn])
         self._top_k = self._limits([None if x.top_k is None else min(x.top_k, _ALL) for x in drawn])
@@ -156,7 +143,7 @@ class Sampler:
         return self._penalty is not None
 
     def draw(
-        self, logits: Tensor, randoms: Sequence[RandomNumbers], seen: Tensor | None = None,
+        self, logits: Tensor, randoms: Sequence[Iterator[float]], seen: Tensor | None = None,
         counts: Sequence[Tensor] = (),
     ) -> list[int]:  # fmt: skip
         """Draw one token per row; a row with a temperature above 0 draws one random number.
@@ -168,10 +155,18 @@ class Sampler:
                 each token.
         """
         if self._plain and samples_in_c(logits):
-            uniforms = [random.draw() if x else 0.0 for x, random in zip(self._temperatures, randoms, strict=True)]
+            uniforms = [next(random) if x else 0.0 for x, random in zip(self._temperatures, randoms, strict=True)]
             return sample(logits, self._temperatures, uniforms)
         scores = self._adjusted(logits, seen, counts)
-        chosen = self._choose(scores, [randoms[row] for row in self._drawn]) if self._drawn else []
+        chosen: list[int] = []
+        if self._drawn:
+            cumulative = self._probabilities(scores).cumsum(-1)
+            total = cumulative[:, -1:]
+            # The random numbers come from the host, as in C.
+            uniform = torch.tensor([[next(randoms[row])] for row in self._drawn], dtype=torch.float64, device="cpu")
+            # Rounding could give the total itself, which lies behind the last token with nonzero probability.
+            point = torch.minimum(uniform.to(total.device) * total, total.nextafter(torch.zeros_like(total)))
+            chosen = torch.searchsorted(cumulative, point, right=True).squeeze(-1).tolist()
         if self._index is None:
             return chosen
         tokens: list[int] = scores.argmax(-1).tolist()
@@ -180,9 +175,10 @@ class Sampler:
         return tokens
 
     def _adjusted(self, logits: Tensor, seen: Tensor | None, counts: Sequence[Tensor]) -> Tensor:
+        """Return the logits after biases and penalties."""
         scores = logits
         if self._bias is not None:
-            scores = scores.double().index_put(*self._bias, accumulate=True)
+            scores = scores.double().index_put(self._bias, self._biases, accumulate=True)
         if self._penalty is not None:
             assert seen is not None, "a repetition penalty needs the tokens of the sequence"
             penalised = torch.where(scores > 0, scores / self._penalty, scores * self._penalty)
@@ -200,24 +196,6 @@ class Sampler:
         scores = _limited(scores, self._top_k, _only_top)
         probabilities = _limited(scores.softmax(-1), self._top_p, _nucleus)
         return _limited(probabilities, self._min_p, _above_min_p)
-
-    def _choose(self, scores: Tensor, randoms: Sequence[RandomNumbers]) -> list[int]:
-        cumulative = self._probabilities(scores).cumsum(-1)
-        total = cumulative[:, -1:]
-        # The random numbers come from the host, as in C.
-        uniform = torch.tensor([[random.draw()] for random in randoms], dtype=torch.float64, device="cpu")
-        # Rounding could give the total itself, which lies behind the last token with nonzero probability.
-        point = torch.minimum(uniform.to(total.device) * total, total.nextafter(torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, point, right=True).squeeze(-1).tolist()
-
-    def _biases(self, samplings: Sequence[Sampling]) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
-        """Return the index (rows, tokens) of all biases and their values."""
-        found = [(row, *item) for row, sampling in enumerate(samplings) for item in sampling.logit_bias.items()]
-        if not found:
-            return None
-        rows, tokens, values = zip(*found, strict=True)
-        biases = self._column([-math.inf if value <= _BAN else value for value in values]).squeeze(1)
-        return (self._integers(rows), self._integers(tokens)), biases
 
     def _limits(self, values: Sequence[float | None]) -> tuple[Tensor, Tensor] | None:
         """Return the rows that have a limit and the limits as a column."""
@@ -248,7 +226,14 @@ def _only_top(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def _nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
-    ordered, kept = _most_likely(probabilities, mass)
+    # The nucleus is a small part of a large vocabulary, so sorting all of it would take many times longer.
+    size, vocabulary = _FIRST_LOOK, probabilities.shape[-1]
+    while True:
+        ordered = probabilities.topk(min(size, vocabulary), dim=-1).values
+        kept = ordered.cumsum(-1) - ordered < mass
+        if size >= vocabulary or not bool(kept[:, -1].any()):
+            break
+        size *= 8
     count = kept.sum(-1, keepdim=True)
     least = ordered.gather(-1, count - 1)
     equal = probabilities == least
@@ -258,33 +243,16 @@ def _nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
     return chosen / chosen.sum(-1, keepdim=True)
 
 
-def _most_likely(probabilities: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest probabilities of each row in order, with total at least ``mass``, and which are needed.
-
-    The nucleus is a small part of a large vocabulary, so sorting all of it would take many times longer.
-    """
-    size, vocabulary = _FIRST_LOOK, probabilities.shape[-1]
-    while True:
-        ordered = probabilities.topk(min(size, vocabulary), dim=-1).values
-        kept = ordered.cumsum(-1) - ordered < mass
-        if size >= vocabulary or not bool(kept[:, -1].any()):
-            return ordered, kept
-        size *= 8
-
-
 def _above_min_p(probabilities: Tensor, mass: Tensor) -> Tensor:
     kept = probabilities.masked_fill(probabilities < mass * probabilities.amax(-1, keepdim=True), 0)
     return kept / kept.sum(-1, keepdim=True)
 
 
-def all_finite(logits: Tensor) -> bool:
-    """Return whether all logits (B, V) are finite."""
-    return first_broken(logits) is None if samples_in_c(logits) else bool(logits.isfinite().all())
-
-
-def finite_rows(logits: Tensor) -> Tensor:
-    """Return (B,) bool: whether all logits of a row of (B, V) are finite."""
-    return logits.isfinite().all(-1)
+def broken_rows(logits: Tensor) -> list[int]:
+    """Return the rows of logits (B, V) that are not all finite."""
+    if first_broken(logits) is None if samples_in_c(logits) else bool(logits.isfinite().all()):
+        return []
+    return (~logits.isfinite().all(-1)).nonzero().flatten().tolist()
 
 
 def not_finite(logits: Tensor) -> str:

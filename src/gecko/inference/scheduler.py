@@ -47,17 +47,15 @@ class Engine:
         self, model: Gecko, *, rows: int = 16, max_queued: int = 256, piece: int | None = None,
         prefix_cache: PrefixCache | None = None, window_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        for name, value, least in (("rows", rows, 1), ("max_queued", max_queued, 1), ("piece", piece, 1)):
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}; got {value}.")
+        for name, value in (("rows", rows), ("max_queued", max_queued), ("piece", piece)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}.")
         self._model, self._cache, self._rows, self._max_queued = model, prefix_cache, rows, max_queued
         self._piece, self._long_piece = piece, piece or piece_length(model.config)
         self._pace = PiecePace(model.config, STEP_SECONDS)
-        self._ids = count()
-        self._queue: dict[int, Request] = {}
-        self._arrivals: dict[int, int] = {}
-        """Step at which each waiting request was submitted."""
-        self._steps = 0
+        self._ids, self._steps = count(), 0
+        self._queue: dict[int, tuple[Request, int]] = {}
+        """Waiting requests, each with the step at which it was submitted."""
         self._prefills: deque[PromptPrefill] = deque()
         self._results: deque[tuple[PromptPrefill, Prefill]] = deque(maxlen=KEPT_RESULTS)
         self._batch = DecodingBatch(model, rows, window_dtype)
@@ -94,7 +92,7 @@ class Engine:
         if len(self._queue) >= self._max_queued:
             raise QueueFullError(f"{self._max_queued} requests wait already; try again later.")
         request_id = next(self._ids)
-        self._queue[request_id], self._arrivals[request_id] = request, self._steps
+        self._queue[request_id] = request, self._steps
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -102,8 +100,7 @@ class Engine:
         slot = next((slot for slot, one in enumerate(self._batch.sequences) if one.key == request_id), None)
         prefill = next((prefill for prefill in self._prefills if request_id in prefill.requests), None)
         if request_id in self._queue:
-            position = self._queue.pop(request_id).start_position
-            del self._arrivals[request_id]
+            position = self._queue.pop(request_id)[0].start_position
         elif prefill is not None:
             position = prefill.position
             del prefill.requests[request_id]
@@ -119,8 +116,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop all requests, also after a step that failed midway; no events of them follow."""
-        self._pending = []
-        for held in (self._batch, self._queue, self._arrivals, self._prefills, self._results):
+        for held in (self._pending, self._batch, self._queue, self._prefills, self._results):
             held.clear()
 
     def step(self) -> list[Event]:
@@ -138,52 +134,11 @@ class Engine:
                 events += drawn
         return events
 
-    def _read_piece(self, events: list[Event]) -> None:
-        """Prefill a piece of the next prompt, and short prompts beside it."""
-        group = self._next_group()
-        prefills = [prefill for prefill, _ in group]
-        for prefill in prefills:
-            self._prefills.remove(prefill)
-        begin = time.perf_counter()
-        known = prefills[0].known
-        results = read_together(self._model, group) if known is None else [known]
-        if self._model.embedding.weight.device.type == "cpu":  # elsewhere the call returns before the work is done
-            tokens = len(group) * max(prefill.piece for prefill in prefills)
-            self._pace.record(tokens, time.perf_counter() - begin)
-        for prefill, result in zip(prefills, results, strict=True):
-            self._take_result(prefill, result, events)
-
-    def _next_group(self) -> list[tuple[PromptPrefill, int]]:
-        """Return the prompts to read in the next call, each with its piece."""
-        first, *others = sorted(self._prefills, key=lambda one: one.remaining + AGEING * one.arrival)
-        first.start()
-        budget = piece = self._piece or (self._pace.piece if self._batch.sequences else self._long_piece)
-        # A call for a short rest takes almost as long as one for a piece, so the last piece may be longer.
-        if self._piece is None and first.remaining <= min(3 * piece // 2, self._long_piece):
-            piece = first.position + first.remaining
-        return [(first, piece)] if first.known is not None else together([first, *others], piece, budget)
-
-    def _take_result(self, prefill: PromptPrefill, result: Prefill | Exception | None, events: list[Event]) -> None:
-        """Go on with a prompt of which a piece was read; at its end, its sequences join the batch."""
-        if isinstance(result, Exception):
-            # Only the requests of this prompt fail: the states of the others are in the batch.
-            events += [_failed(request_id, result, prefill.position) for request_id in prefill.requests]
-            return
-        self.prompt_tokens_read += prefill.piece
-        if result is None:
-            self._prefills.append(prefill)
-            return
-        self.prefix_tokens_reused += prefill.reused
-        if any(map(prefill.is_of_call, self._queue.values())):
-            self._results.append((prefill, result))
-        for request_id, request in prefill.requests.items():
-            self._add_sequence(request_id, request, result, events)
-
     def _admit(self, events: list[Event]) -> None:
         """Admit waiting requests while places are free."""
         while self._queue and self.active < self._rows:
             request_id = min(self._queue, key=self._turn)
-            request, arrival = self._queue.pop(request_id), self._arrivals.pop(request_id)
+            request, arrival = self._queue.pop(request_id)
             result = self._kept_result(request)
             if result is not None:
                 self.prefix_tokens_reused += len(request.prompt)
@@ -195,17 +150,51 @@ class Engine:
                 self._prefills.append(prefill)
             prefill.requests[request_id] = request
         if self._results:
-            needed = [one for one in self._results if any(map(one[0].is_of_call, self._queue.values()))]
-            self._results = deque(needed, KEPT_RESULTS)
+            self._results = deque((one for one in self._results if self._is_awaited(one[0])), KEPT_RESULTS)
 
     def _turn(self, request_id: int) -> int:
         """Return the place of a waiting request in the order of admission; the lowest is first."""
-        request = self._queue[request_id]
-        left = len(request.prompt) if self._kept_result(request) is None else 0
-        return left + AGEING * self._arrivals[request_id]
+        request, arrival = self._queue[request_id]
+        return AGEING * arrival + (len(request.prompt) if self._kept_result(request) is None else 0)
 
     def _kept_result(self, request: Request) -> Prefill | None:
         return next((result for prefill, result in self._results if prefill.is_of_call(request)), None)
+
+    def _is_awaited(self, prefill: PromptPrefill) -> bool:
+        """Return whether requests of the same call wait for a place."""
+        return any(prefill.is_of_call(request) for request, _ in self._queue.values())
+
+    def _read_piece(self, events: list[Event]) -> None:
+        """Prefill a piece of the next prompt, and short prompts beside it. At its end, its sequences join the batch."""
+        first, *others = sorted(self._prefills, key=lambda one: one.remaining + AGEING * one.arrival)
+        first.start()
+        budget = piece = self._piece or (self._pace.piece if self._batch.sequences else self._long_piece)
+        # A call for a short rest takes almost as long as one for a piece, so the last piece may be longer.
+        if self._piece is None and first.remaining <= min(3 * piece // 2, self._long_piece):
+            piece = first.position + first.remaining
+        known = first.known
+        group = together([first, *others], piece, budget) if known is None else [(first, piece)]
+        for prefill, _ in group:
+            self._prefills.remove(prefill)
+        begin = time.perf_counter()
+        results = read_together(self._model, group) if known is None else [known]
+        if self._model.embedding.weight.device.type == "cpu":  # elsewhere the call returns before the work is done
+            tokens = len(group) * max(prefill.piece for prefill, _ in group)
+            self._pace.record(tokens, time.perf_counter() - begin)
+        for (prefill, _), result in zip(group, results, strict=True):
+            if isinstance(result, Exception):
+                # Only the requests of this prompt fail: the states of the others are in the batch.
+                events += [_failed(request_id, result, prefill.position) for request_id in prefill.requests]
+                continue
+            self.prompt_tokens_read += prefill.piece
+            if result is None:
+                self._prefills.append(prefill)
+                continue
+            self.prefix_tokens_reused += prefill.reused
+            if self._is_awaited(prefill):
+                self._results.append((prefill, result))
+            for request_id, request in prefill.requests.items():
+                self._add_sequence(request_id, request, result, events)
 
     def _add_sequence(self, request_id: int, request: Request, result: Prefill, events: list[Event]) -> None:
         """Add the sequence of a request whose prompt is read."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from gecko.data import StreamDecoder, Tokenizer
 from gecko.data.text_stream import REPLACEMENT, letter
 from gecko.inference.calls import CallPart, CallReader, overlap
-from gecko.inference.generate import NewToken
+from gecko.inference.generate import LlamaStream, TokenStream
 from gecko.inference.request import PromptScores, Token
 
 
@@ -27,45 +27,30 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         check_stops(stops)
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._held = ""
+        self._stops, self._held = stops, ""
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
         """Return the text that cannot belong to a stop string; none after a stop string is complete."""
-        passed = []
-        for character in text:
-            if self.matched is not None:
-                break
-            passed.append(self._push(character))
-        return "".join(passed)
+        if self.matched is not None:
+            return ""
+        self._held += text
+        ends = [(self._held.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+        if ends:
+            end, size, self.matched = min(ends)
+            passed, self._held = self._held[: end + size], ""
+            return passed
+        cut = len(self._held) - overlap(self._held, self._stops)
+        passed, self._held = self._held[:cut], self._held[cut:]
+        return passed
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
-    def _push(self, character: str) -> str:
-        self._held += character
-        for stop in self._stops:
-            if self._held.endswith(stop):
-                self.matched = stop
-                passed, self._held = self._held.removesuffix(stop), ""
-                return passed
-        cut = len(self._held) - overlap(self._held, self._stops)
-        passed, self._held = self._held[:cut], self._held[cut:]
-        return passed
 
-
-class Tokens(Protocol):
-    """Stream of generated tokens, such as a ``TokenStream``."""
-
-    def __iter__(self) -> Iterator[NewToken]: ...
-
-    def stop(self, row: int) -> None: ...
-
-
-S = TypeVar("S", bound=Tokens)
+S = TypeVar("S", bound=TokenStream | LlamaStream)
 
 
 class TextStream(Generic[S]):
@@ -115,7 +100,7 @@ class TokenNames:
         """Return the text of a token; None if it has none by itself, as a part of a character."""
         if token not in self._texts:
             text = self._tokenizer.decode([*self._letter, token])[self._skipped :]
-            self._texts[token] = None if not text or REPLACEMENT in text else text
+            self._texts[token] = None if REPLACEMENT in text else text or None
         return self._texts[token]
 
     def name(self, token: int) -> str:
@@ -157,13 +142,10 @@ class Piece:
 
 
 class ChoiceText:
-    """Incremental detokenizer of one choice of an answer, after a state at ``position``.
-
-    A piece is returned as soon as its characters are complete and cannot belong to a stop string; the text of the first
-    ``min_tokens`` tokens may contain them. The first piece begins with ``echo``. ``goes_on`` as for ``StreamDecoder``;
-    ``scored``: whether the log-probabilities of the prompt are part of the answer; ``reader`` finds calls of functions,
-    in which the special tokens of ``marks`` have texts.
-    """
+    """Incremental detokenizer of one choice of an answer, after a state at ``position``. A piece is returned as soon as
+    its characters are complete and cannot belong to a stop string; the text of the first ``min_tokens`` tokens may
+    contain them. The first piece begins with ``echo``, and has the log-probabilities of the prompt if ``scored``.
+    ``reader`` finds calls of functions, in which the special tokens of ``marks`` have texts."""
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False,

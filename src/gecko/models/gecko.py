@@ -1,5 +1,5 @@
-"""The Gecko language model (Ma et al., 2026), and three functions that serve every architecture: ``check_tokens``,
-``trained_targets`` and ``run_block``."""
+"""The Gecko language model (Ma et al., 2026), and what serves every architecture: ``check_tokens``, ``trained_targets``
+and ``run_block``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from gecko.config import GeckoConfig
 from gecko.io.checkpoints import model_folder
-from gecko.io.model_folder import (
-    GECKO,
-    TIED,
-    WRAPPERS,
-    fill,
-    fingerprint,
-    fitted,
-    float_dtype,
-    read_folder,
-    write_folder,
-)
+from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fitted, float_dtype, read_folder, write_folder
+from gecko.io.model_folder import fingerprint as fingerprint_of
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm, block_norm, embedding_, is_bare, project
 from gecko.layers.gated_attention import GatedAttention, MixerState
@@ -100,7 +91,7 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return the logits of every next token and the state after the last token.
+        """Return the logits (B, T, vocab_size) of every next token and the state after the last token.
 
         Args:
             tokens: (B, T) integers, any T ≥ 1.
@@ -108,9 +99,6 @@ class Gecko(nn.Module):
             state: the state that an earlier call returned. None: the initial state.
             context: the ranks that share the rows. Each rank passes its own T tokens, which must be whole chunks, and
                 the same ``state``. None: this process has the whole rows.
-
-        Returns:
-            logits (B, T, vocab_size), and the state after token T.
 
         Raises:
             TypeError, ValueError: a token is not in the vocabulary, or the state is of another model or batch size.
@@ -121,22 +109,11 @@ class Gecko(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: Context | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar.
-
-        The logits of all tokens are never in memory at once. No state is kept: hooks of blocks and mixers see None.
-
-        Targets (B, T) of −100 and targets of the last token of a document are ignored. So a document is never trained
-        on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the
-        gradients of all ranks.
-        """
-        hidden, _, targets = self._read_with_targets(tokens, targets, segment_ids, None, context, keeps_state=False)
-        return self._mean_loss(hidden, targets, context)
-
-    def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
-        """Return ``loss`` of targets from ``trained_targets``, for a layout that keeps no state. The host reads nothing
-        of a batch but what ``segments`` has built."""
-        hidden, _ = self._through_blocks(self._embed(tokens), None, segments)
-        return self._mean_loss(hidden, targets)
+        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar. The logits of all tokens are never in
+        memory at once. No state is kept: hooks of blocks and mixers see None. Targets (B, T) of −100 and targets of the
+        last token of a document are ignored. So a document is never trained on the start of the next one. With
+        ``context``, the mean is over all ranks, and its gradient is the sum of the gradients of all ranks."""
+        return self._loss_and_state(tokens, targets, segment_ids, None, context, keeps_state=False)[0]
 
     def loss_and_state(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState,
@@ -144,12 +121,23 @@ class Gecko(nn.Module):
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Return ``loss`` of tokens that follow ``state``, and the state after them, which has gradients too. They do
         not reach the calls that returned ``state`` if its tensors are detached."""
-        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
-        return self._mean_loss(hidden, targets, context), state
+        return self._loss_and_state(tokens, targets, segment_ids, state, context)
 
-    def _mean_loss(self, hidden: Tensor, targets: Tensor, context: Context | None = None) -> Tensor:
-        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
-        return loss if context is None else context.mean(loss, (targets != IGNORED).sum())
+    def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
+        """Return ``loss`` of targets from ``trained_targets``, for a layout that keeps no state. The host reads nothing
+        of a batch but what ``segments`` has built."""
+        return self._mean_loss(self._through_blocks(self._embed(tokens), None, segments)[0], targets)
+
+    def _loss_and_state(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
+        context: Context | None, keeps_state: bool = True,
+    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
+        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context, keeps_state)
+        loss = self._mean_loss(hidden, targets)
+        return loss if context is None else context.mean(loss, (targets != IGNORED).sum()), state
+
+    def _mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
 
     @torch.no_grad()
     def token_losses(
@@ -165,27 +153,23 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None, *, lengths: Tensor | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return the input of the head, (B, T, D), and the state.
-
-        Arguments are those of ``forward``; ``tokens`` may also be embeddings (B, T, D), which the model reads in place
-        of those that ``embedding`` returns for token ids. With ``lengths`` (B,), without gradients, the tokens of a row
-        after that number are padding: what is returned for them is unspecified, and the state is that before them.
-        """
+        """Return the input of the head, (B, T, D), and the state. Arguments are those of ``forward``; ``tokens`` may
+        also be embeddings (B, T, D), which the model reads in place of those that ``embedding`` returns for token ids.
+        With ``lengths`` (B,), without gradients, the tokens of a row after that number are padding: what is returned
+        for them is unspecified, and the state is that before them."""
         return self._read(tokens, segment_ids, state, context, lengths)[:2]
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
         """Decode one token per row: map tokens (B,) to the logits (B, V) of the next tokens, and return the state.
-
-        ``gecko.inference`` decodes many times faster: it changes states in place. Errors are those of ``forward``.
-        """
+        ``gecko.inference`` decodes many times faster: it changes states in place. Errors are those of ``forward``."""
         logits, after = self(tokens.unsqueeze(1), state=state)
         return logits[:, 0], after
 
     def unchecked_step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
         """Compute ``step`` without its checks: comparing all weights with the state's takes as long as a token."""
         segments = Segments.build(len(tokens), 1, clock=state.clock, device=tokens.device)
-        hidden, after = self._through_blocks(self._scaled(self.embedding(tokens).unsqueeze(1)), state, segments)
+        hidden, after = self._through_blocks(self.embedding(tokens).unsqueeze(1), state, segments)
         return project(hidden[:, 0], self.head)[0], after
 
     def _read(
@@ -212,26 +196,25 @@ class Gecko(nn.Module):
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
         context: Context | None, keeps_state: bool = True,
     ) -> tuple[Tensor, GeckoState, Tensor]:  # fmt: skip
-        hidden, state, segments = self._read(tokens, segment_ids, state, context, keeps_state=keeps_state)
+        """Return the input of the head, the state, and the targets that count."""
+        hidden, state, segments = self._read(tokens, segment_ids, state, context, None, keeps_state)
         check_tokens("targets", targets, self.config.vocab_size, ignored=True)
         return hidden, state, trained_targets(tokens, targets, segment_ids, segments.next_begins)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the input of the first block, (B, T, D), for token ids (B, T) or embeddings (B, T, D)."""
+        """Return the embeddings (B, T, D) of token ids (B, T), or those that are given."""
         if tokens.dim() != 3 or not tokens.is_floating_point():
             check_tokens("tokens", tokens, self.config.vocab_size)
-            return self._scaled(self.embedding(tokens.long()))
+            return self.embedding(tokens.long())
         if tokens.numel() == 0 or tokens.shape[-1] != self.config.model_dim:
             raise ValueError(
                 f"embeddings must have shape (batch, length, {self.config.model_dim}), batch and length at least 1; "
                 f"got {tuple(tokens.shape)}."
             )
-        return self._scaled(tokens)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x * math.sqrt(self.config.model_dim) if self.config.scale_embedding else x
+        return tokens
 
     def _through_blocks(self, x: Tensor, state: GeckoState | None, segments: Segments) -> tuple[Tensor, GeckoState]:
+        x = x * math.sqrt(self.config.model_dim) if self.config.scale_embedding else x
         # Only the first rank starts from the state; the others receive theirs through the exchange.
         before = state if segments.exchange is None or segments.exchange.first else None
         mixers = []
@@ -274,16 +257,12 @@ class Gecko(nn.Module):
         now = content([tensor for parameter in self.parameters() for tensor in plain_tensors(parameter)])
         cached = getattr(self, "_fingerprint", None)
         if cached is None or now is None or cached[0] != now:
-            cached = self._fingerprint = (now, fingerprint(self, TIED[0] if self.config.tie_embedding else None))
+            cached = self._fingerprint = (now, fingerprint_of(self, TIED[0] if self.config.tie_embedding else None))
         return cached[1]
 
     def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors`` and ``config.json``, each atomically.
-
-        Raises:
-            FileExistsError: the folder belongs to a training run or is a checkpoint with weights.
-            OSError: writing failed; existing files are unchanged.
-        """
+        """Write ``model.safetensors`` and ``config.json``, each atomically. Raise FileExistsError if the folder belongs
+        to a training run or is a checkpoint with weights, OSError if writing failed; existing files are unchanged."""
         save_model(folder, self.config, pack(self.state_dict()))
 
 
@@ -318,9 +297,7 @@ def trained_targets(
     tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, next_begins: Tensor | None = None
 ) -> Tensor:
     """Return ``targets`` (B, T) with −100 at the last token of every document, which is thus never trained on the next.
-
-    ``next_begins`` (B,) bool says whether a document starts after the last token; None: none does.
-    """
+    ``next_begins`` (B,) bool says whether a document starts after the last token; None: none does."""
     if targets.shape != tokens.shape:
         raise ValueError(f"targets must have the tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}.")
     targets = targets.long()
@@ -350,25 +327,17 @@ _PROJECTIONS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 def save_model(folder: str | Path, config: GeckoConfig, weights: Mapping[str, Tensor]) -> None:
-    """Write a model folder. A tied head is stored once, as the embedding. Errors are those of ``Gecko.save``.
-
-    ``weights`` are by their names in ``Gecko``, quantised ones as ``pack`` returns them. The file has the names of
-    ``GeckoForCausalLM``, so that loaders that match names exactly, as accelerate's do, find them; quantised weights,
-    which those loaders cannot read, keep their names.
-    """
+    """Write a model folder of weights by their names in ``Gecko``, quantised ones as ``pack`` returns them. A tied head
+    is stored once, as the embedding. Errors are those of ``Gecko.save``."""
+    # Loaders that match names exactly, as accelerate's do, find those of GeckoForCausalLM; they read no quantised ones.
     prefix = WRAPPERS[0] if stored_bits(weights) is None else ""
     write_folder(folder, config, weights, GECKO, prefix)
 
 
 def load(folder: str | Path) -> Gecko:
-    """Load the model that ``Gecko.save`` wrote to ``folder``, or the newest undamaged checkpoint of a training run.
-
-    The model is in evaluation mode, as after transformers' ``from_pretrained``.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or weights and config do not fit.
-    """
+    """Load the model that ``Gecko.save`` wrote to ``folder``, or the newest undamaged checkpoint of a training run, in
+    evaluation mode, as transformers' ``from_pretrained``. Raise FileNotFoundError if a file is missing, ValueError if
+    one is damaged, or weights and config do not fit."""
     folder = model_folder(folder)
     model = from_weights(*read_folder(folder, GeckoConfig, GECKO), source=folder)
     model.folder = folder
@@ -378,15 +347,12 @@ def load(folder: str | Path) -> Gecko:
 def from_weights(config: GeckoConfig, weights: Mapping[str, Tensor], source: object = "the weights") -> Gecko:
     """Return a model of ``config`` with copies of ``weights``, in the dtype of the embedding or quantised, and in
     evaluation mode: to change the mode of all modules at every decoded token takes longer than a small model's step.
-
-    Raises:
-        ValueError: a weight is missing, unknown, not finite, or of another shape or dtype; it names ``source``.
+    Raise ValueError, which names ``source``, if a weight is missing, unknown, not finite, or of another shape or dtype.
     """
     with meta_device():
         model = Gecko(config)
     model.to(float_dtype(weights.get("embedding.weight")))
-    bits = stored_bits(weights)
-    if bits is not None:
+    if (bits := stored_bits(weights)) is not None:
         quantize(model, bits)
     blank = model.state_dict()
     fill(model, unpack(fitted(source, weights, pack(blank)), blank))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,10 +171,8 @@ class Llama(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar. Ignored targets are as in ``Gecko.loss``.
-
-        A ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows.
-        """
+        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar. Ignored targets are as in ``Gecko.loss``. A
+        ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows."""
         return self._mean_loss(*self._with_targets(tokens, targets, segment_ids, context))
 
     def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
@@ -194,6 +191,15 @@ class Llama(nn.Module):
         losses = token_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return losses.view(tokens.shape), None
 
+    def _with_targets(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, context: object | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input of the head, and the targets that count."""
+        if context is not None:
+            raise ValueError("a Llama's attention needs all keys of a row, so ranks cannot share rows; got a context.")
+        check_tokens("targets", targets, self.config.vocab_size, ignored=True)
+        return self.hidden(tokens, segment_ids), trained_targets(tokens, targets, segment_ids)
+
     def hidden(self, tokens: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         """Return the input of the head, (B, T, D). Arguments are those of ``forward``."""
         check_tokens("tokens", tokens, self.config.vocab_size)
@@ -207,6 +213,15 @@ class Llama(nn.Module):
     def _rotation_of(self, segments: Segments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         positions = torch.arange(segments.length, device="cpu") - segments.document_starts
         return self._rotation(positions, dtype, segments.device)
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the angles of ``positions`` (B, T)."""
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        embedding: Any = LlamaRotaryEmbedding(self.model.config)
+        embedding.inv_freq = to_device(embedding.inv_freq, device)
+        cosines, sines = embedding(torch.empty(0, dtype=dtype, device=device), to_device(positions, device))
+        return cosines, sines
 
     @torch.no_grad()
     def read(self, tokens: Tensor, before: KeyValues | None = None) -> tuple[Tensor, KeyValues]:
@@ -222,33 +237,16 @@ class Llama(nn.Module):
             hidden = self._through_blocks(x, self._rotation(positions, x.dtype, x.device), cache)
         return hidden, KeyValues(tuple(cache.after))
 
-    def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors`` and ``config.json``, each atomically; transformers reads them too."""
-        write_folder(folder, self.config, self.state_dict(), LAYOUT)
-
-    def _with_targets(
-        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, context: object | None
-    ) -> tuple[Tensor, Tensor]:
-        if context is not None:
-            raise ValueError("a Llama's attention needs all keys of a row, so ranks cannot share rows; got a context.")
-        check_tokens("targets", targets, self.config.vocab_size, ignored=True)
-        return self.hidden(tokens, segment_ids), trained_targets(tokens, targets, segment_ids)
-
-    def _rotation(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the angles of ``positions`` (B, T)."""
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        embedding: Any = LlamaRotaryEmbedding(self.model.config)
-        embedding.inv_freq = to_device(embedding.inv_freq, device)
-        cosines, sines = embedding(torch.empty(0, dtype=dtype, device=device), to_device(positions, device))
-        return cosines, sines
-
     def _through_blocks(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Any = None, **options: Any) -> Tensor:
         for block in self.blocks:
             # By position: the name of the cache differs between versions of transformers. The others are mask and ids.
             inputs = (x, None, None, cache)
             x = run_block(self.activation_checkpointing, block, *inputs, position_embeddings=rotation, **options)
         return self.model.norm(x)
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``model.safetensors`` and ``config.json``, each atomically; transformers reads them too."""
+        write_folder(folder, self.config, self.state_dict(), LAYOUT)
 
 
 def load_llama(folder: str | Path) -> Llama:
@@ -288,11 +286,9 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *,
     documents: _Documents | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return causal attention within each document, (B, T, H, d), and no weights; transformers calls this function.
-
-    The queries (B, H, T, d) belong to the last T of the keys and values (B, key_value_heads, S, d). Without
-    ``documents`` each row is one document, which may have earlier keys.
-    """
+    """Return causal attention within each document, (B, T, H, d), and no weights; transformers calls this function. The
+    queries (B, H, T, d) belong to the last T of the keys and values (B, key_value_heads, S, d). Without ``documents``
+    each row is one document, which may have earlier keys."""
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = partial(F.scaled_dot_product_attention, enable_gqa=query.shape[1] != key.shape[1])
     if documents is not None and documents.lengths is not None:
@@ -304,17 +300,13 @@ def _attend(
     elif query.shape[2] == key.shape[2]:
         out = attend(query, key, value, is_causal=True)
     else:
-        out = _after_earlier_keys(attend, query, key, value)
+        length, total = query.shape[2], key.shape[2]
+        # Masks of blocks of queries have at most MASK_ELEMENTS elements for any number of keys.
+        outs, size = [], max(1, MASK_ELEMENTS // total)
+        for begin in range(0, length, size):
+            block = query[:, :, begin : begin + size]
+            seen = total - length + begin + block.shape[2]
+            sees = torch.ones(block.shape[2], seen, dtype=torch.bool, device=query.device).tril(seen - block.shape[2])
+            outs.append(attend(block, key[:, :, :seen], value[:, :, :seen], attn_mask=sees))
+        out = torch.cat(outs, dim=2)
     return out.transpose(1, 2), None
-
-
-def _after_earlier_keys(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend in blocks of queries, so that masks have at most ``MASK_ELEMENTS`` elements for any number of keys."""
-    length, total = query.shape[2], key.shape[2]
-    outs, size = [], max(1, MASK_ELEMENTS // total)
-    for begin in range(0, length, size):
-        block = query[:, :, begin : begin + size]
-        seen = total - length + begin + block.shape[2]
-        mask = torch.ones(block.shape[2], seen, dtype=torch.bool, device=query.device).tril(seen - block.shape[2])
-        outs.append(attend(block, key[:, :, :seen], value[:, :, :seen], attn_mask=mask))
-    return torch.cat(outs, dim=2)

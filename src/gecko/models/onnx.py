@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from gecko.io.files import whole_file
 from gecko.io.quantization import is_quantized
-from gecko.models.gecko import Block, Gecko
+from gecko.models.gecko import Gecko, sharing_parameters
 from gecko.runtime.process import require
 from gecko.runtime.tensors import map_tensors
 from gecko.segments import Clock
@@ -28,10 +26,8 @@ GRAPH, START = "step.onnx", "initial_state.safetensors"
 
 
 def initial_state(model: Gecko) -> dict[str, Tensor]:
-    """Return the tensors (1, …) of the state before the first token, by the names of the graph's inputs.
-
-    They are float32, also those of a window in bfloat16, which many runtimes cannot compute.
-    """
+    """Return the tensors (1, …) of the state before the first token, by the names of the graph's inputs. They are
+    float32, also those of a window in bfloat16, which many runtimes cannot compute."""
     state = GeckoState.empty(replace(model.config, bfloat16_window=False))
     return {name: x.clone() for name, x in state.tensors().items() if not name.startswith(CLOCK)}
 
@@ -41,11 +37,8 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
 
     Inputs: ``token`` and ``position`` (number of tokens read before), (1,) int64 each, and the tensors of the state by
     their names in ``initial_state``. Outputs: ``logits`` (1, V), and the tensors of the next state, as ``next.NAME``.
-
-    Raises:
-        ImportError: the packages of the extra ``onnx`` are not installed.
-        ValueError: the weights are not float32, are quantised, or take more than ``MOST_BYTES``.
-        OSError: writing failed; an existing file is unchanged.
+    Raise ImportError if the extra ``onnx`` is not installed, ValueError if the weights are not plain float32 or take
+    more than ``MOST_BYTES``, OSError if writing failed; an existing file is unchanged.
     """
     require("onnxscript", "onnx")
     if any(type(x) is not nn.Parameter or x.dtype != torch.float32 for x in model.parameters()):
@@ -54,8 +47,8 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
     if size > MOST_BYTES:
         raise ValueError(f"the weights of an ONNX graph must take at most {MOST_BYTES:,} bytes; they take {size:,}.")
     state, start = initial_state(model), torch.zeros(1, dtype=torch.int64, device="cpu")
-    step = _DecodingStep(model).eval()
-    with torch.no_grad(), _float32_window(model), warnings.catch_warnings():
+    step = _DecodingStep(sharing_parameters(model, bfloat16_window=False)).eval()
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(step, (start, start.clone(), list(state.values())))
         names = [TOKEN, POSITION, *state], [LOGITS, *(NEXT + name for name in state)]
@@ -65,27 +58,9 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
         graph.save(temporary)
 
 
-@contextmanager
-def _float32_window(model: Gecko) -> Iterator[None]:
-    """Let the model keep its attention window in float32."""
-    mixers, before = [block.mixer for block in model.blocks if isinstance(block, Block)], model.config
-    patterns = [mixer.pattern for mixer in mixers]
-    model.config = replace(before, bfloat16_window=False)
-    try:
-        for mixer in mixers:
-            mixer.pattern = replace(mixer.pattern, bfloat16_window=False)
-        yield
-    finally:
-        model.config = before
-        for mixer, pattern in zip(mixers, patterns, strict=True):
-            mixer.pattern = pattern
-
-
 def save_onnx(model: Gecko, folder: str | Path) -> None:
     """Write the graph of ``export_onnx`` and the tensors of ``initial_state`` to a folder, for programs without Python.
-
-    The weights are widened to float32 in place, which changes no value. Errors are those of ``export_onnx``.
-    """
+    The weights are widened to float32 in place, which changes no value. Errors are those of ``export_onnx``."""
     if not any(map(is_quantized, model.parameters())):
         model.float()
     export_onnx(model, Path(folder) / GRAPH)

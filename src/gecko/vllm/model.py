@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,10 @@ from gecko.vllm.pages import StatePages, StepMetadata
 
 
 class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """Gecko with its head. Sequences that read one token are read together, the others one by one.
-
-    One token of all sequences is one call into C, or a graph of the Triton decoder, which change the pages in place. A
-    piece of a prompt copies its state from the page and back; so do sequences of models that these cannot decode, such
-    as those that tensor parallelism divides. For a step of the decoder the host does not wait for the GPU.
-    """
+    """Gecko with its head. Sequences that read one token are read together, the others one by one. One token of all
+    sequences is one call into C, or a graph of the Triton decoder, which change the pages in place. A piece of a prompt
+    copies its state from the page and back; so do sequences of models that these cannot decode, such as those that
+    tensor parallelism divides. For a step of the decoder the host does not wait for the GPU."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -93,16 +91,18 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             return self._decode(input_ids, positions, step.pages, step.read)
         rest = len(input_ids) - sum(step.lengths)
         tokens, places = (x.split([*step.lengths, rest]) for x in (input_ids, positions))
-        decoded: Iterator[Tensor] = iter(())
+        decoded: dict[int, Tensor] = {}
         if decoding:  # rows are cut out and joined again: the host would wait until the device has an index of them
             ids, at, pages = (torch.cat([x[row] for row in decoding]) for x in (tokens, places, step.pages.split(1)))
-            decoded = iter(self._decode(ids, at, pages, [step.read[row] for row in decoding]).split(1))
+            found = self._decode(ids, at, pages, [step.read[row] for row in decoding]).split(1)
+            decoded = dict(zip(decoding, found, strict=True))
         parts = []
         for row, length in enumerate(step.lengths):
-            if row in decoding:
-                parts.append(next(decoded))
+            if row in decoded:
+                parts.append(decoded[row])
             elif length:
-                parts.append(self._prefill(tokens[row], step.pages[row : row + 1], step.read[row]))
+                part = self._read(tokens[row].unsqueeze(0), step.pages[row : row + 1], [step.read[row]])
+                parts.append(part.squeeze(0))
         parts.append(torch.zeros(rest, self.gecko.config.model_dim, dtype=self._dtype, device=input_ids.device))
         return torch.cat(parts)
 
@@ -170,25 +170,21 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
             read_folder(folder, GeckoConfig, GECKO)
         self._checked = found
 
-    def _prefill(self, tokens: Tensor, page: Tensor, read: int) -> Tensor:
-        """Read tokens (T,) of the sequence in ``page`` (1,), which has read ``read`` tokens; return hidden (T, D)."""
+    def _read(self, tokens: Tensor, pages: Tensor, read: list[int]) -> Tensor:
+        """Read tokens (R, T) of the sequences in ``pages`` (R,), which have read ``read``; return hidden (R, T, D)."""
         # Pages are not cleared when another sequence gets them.
-        before = self._pages.gather(page, [read]) if read else None
-        hidden, after = self.gecko.hidden(tokens.unsqueeze(0), state=before)
-        self._pages.write(page, after)
-        return hidden.squeeze(0)
+        before = self._pages.gather(pages, read) if any(read) else None
+        hidden, after = self.gecko.hidden(tokens, state=before)
+        self._pages.write(pages, after)
+        return hidden
 
     def _decode(self, tokens: Tensor, positions: Tensor, pages: Tensor, read: list[int]) -> Tensor:
-        """Read one token (R,) of each of some sequences, which have read ``read`` tokens, and return hidden (R, D).
-
-        On a GPU with a network the host only launches: tokens, positions and pages stay on the device.
-        """
+        """Read one token (R,) of each of some sequences and return hidden (R, D). On a GPU with a network the host only
+        launches: tokens, positions and pages stay on the device."""
         network = self._network()
         if network is not None:
             return network.hidden(tokens, pages, positions).to(self._dtype)
-        hidden, after = self.gecko.hidden(tokens.unsqueeze(1), state=self._pages.gather(pages, read))
-        self._pages.write(pages, after)
-        return hidden.squeeze(1)
+        return self._read(tokens.unsqueeze(1), pages, read).squeeze(1)
 
     def _network(self) -> Network | None:
         """Return the network that decodes on the current pages in C or Triton; None if none can."""
@@ -202,11 +198,8 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
 
 
 def _keep_seeds_of_cut_prompts() -> None:
-    """Draw for unfinished prompts without the generators of their requests.
-
-    vLLM draws a token after each piece of a prompt, drops it, and takes the generator back. Those of a CPU cannot go
-    back, which ended the engine.
-    """
+    """Draw for unfinished prompts without the generators of their requests. vLLM draws a token after each piece of a
+    prompt, drops it, and takes the generator back. Those of a CPU cannot go back, which ended the engine."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
     if "_sample" in vars(Runner):

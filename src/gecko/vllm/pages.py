@@ -1,6 +1,5 @@
-"""What vLLM knows of a Gecko before it has the model: its settings, and the pages of its states.
-
-A state takes one page of vLLM's cache per block and sequence; the metadata of a step names the pages that it uses."""
+"""What vLLM knows of a Gecko before it has the model: its settings, and the pages of its states. A state takes one page
+of vLLM's cache per block and sequence; the metadata of a step names the pages that it uses."""
 
 from __future__ import annotations
 
@@ -34,12 +33,9 @@ class GeckoSettings(MambaModelConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
-        """Set vLLM's cache mode, and its block size unless given; switch off CUDA graphs and the compiler.
-
-        Otherwise vLLM would allocate, before it learns that the model has no graphs, a cache page for each of up to
-        512 sequences to profile graphs. Raise ValueError if the fields of the model's config contradict each other, the
-        ranks of tensor parallelism cannot divide its heads, or an option is set that a Gecko cannot have.
-        """
+        """Set vLLM's cache mode, and its block size unless given. Switch off the compiler and CUDA graphs, to profile
+        which vLLM would allocate pages for up to 512 sequences. Raise ValueError if the fields of the model's config
+        contradict each other, ranks cannot divide its heads, or an option is set that a Gecko cannot have."""
         config = vllm_config.model_config.hf_config.architecture()
         check_divisible(config, vllm_config.parallel_config.tensor_parallel_size)
         if vllm_config.speculative_config is not None:
@@ -129,25 +125,6 @@ def register_pages() -> None:
         MambaAttentionBackendEnum.register(BACKEND, f"{__name__}.{StateBackend.__name__}")
 
 
-class PageLayout:
-    """Places of a block's tensors in a page, by those of one sequence, (1, …), which may be on the device ``meta``."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._places: list[tuple[int, tuple[int, ...], torch.dtype]] = []
-        self.num_bytes = 0
-        for tensor in tensors:
-            self._places.append((self.num_bytes, tuple(tensor.shape[1:]), tensor.dtype))
-            self.num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-    def views(self, pages: Tensor) -> list[Tensor]:
-        """Return the tensors of all pages (N, num_bytes), as views (N, …)."""
-        found = []
-        for offset, shape, dtype in self._places:
-            content = pages[:, offset : offset + prod(shape) * dtype.itemsize].view(dtype)
-            found.append(content.unflatten(1, shape) if shape else content[:, 0])
-        return found
-
-
 class BlockPages(MambaBase):
     """The pages of one block, as a layer of vLLM: it asks for memory and gets it before the first step."""
 
@@ -171,17 +148,19 @@ class BlockPages(MambaBase):
 
 
 class StatePages:
-    """The states of all sequences in the memory that vLLM gives.
-
-    The pages of all blocks have one size, so that vLLM gives a sequence the same page number in every block. Each has
-    room for the state of the final norm, which only the last one uses. ``blank`` is the initial state of one sequence,
-    which may be on the device ``meta``. The pages are added to ``layers``, vLLM's table, under names with ``prefix``.
-    """
+    """The states of all sequences in the memory that vLLM gives. The pages of all blocks have one size, so that vLLM
+    gives a sequence the same page number in every block. Each has room for the state of the final norm, which only the
+    last one uses. ``blank`` is the initial state of one sequence, which may be on the device ``meta``. The pages are
+    added to ``layers``, vLLM's table, under names with ``prefix``."""
 
     def __init__(self, blank: GeckoState, prefix: str, layers: dict[str, Any]) -> None:
-        self._blank = blank
-        self._layout = PageLayout([*blank.mixers[0].tensors().values(), *tensors_of(blank.final_norm)])
-        self._blocks = [BlockPages(self._layout.num_bytes) for _ in blank.mixers]
+        self._blank, size = blank, 0
+        self._places: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+        """Offset in a page, shape and dtype of each tensor of a block."""
+        for tensor in tensors_of((blank.mixers[0], blank.final_norm)):
+            self._places.append((size, tuple(tensor.shape[1:]), tensor.dtype))
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self._blocks = [BlockPages(size) for _ in blank.mixers]
         self.names = [f"{prefix}.{i}.state" for i in range(len(self._blocks))]
         layers.update(zip(self.names, self._blocks, strict=True))
         self._memory: list[Any] = []
@@ -192,22 +171,24 @@ class StatePages:
         meaning. The same object is returned until vLLM gives other memory."""
         memory = [block.kv_cache for block in self._blocks]
         if self._state is None or any(new is not old for new, old in zip(memory, self._memory, strict=True)):
-            views = [self._layout.views(pages) for (pages,) in memory]
-            blank, norm = self._blank, iter(views[-1][len(self._blank.mixers[-1].tensors()) :])
-            mixers = []
-            for mixer, found in zip(blank.mixers, map(iter, views), strict=True):
-                mixers.append(mixer.map(lambda _, found=found: next(found)))  # type: ignore[misc]
-            self._state = replace(
-                blank, mixers=tuple(mixers), final_norm=map_tensors(blank.final_norm, lambda _: next(norm))
-            )
-            self._memory = memory
+            blank, mixers = self._blank, []
+            for mixer, (pages,) in zip(blank.mixers, memory, strict=True):
+                views = self._views(pages)
+                mixers.append(mixer.map(lambda _, views=views: next(views)))  # type: ignore[misc]
+            # The views of the last block go on with those of the final norm.
+            norm = map_tensors(blank.final_norm, lambda _: next(views))
+            self._state, self._memory = replace(blank, mixers=tuple(mixers), final_norm=norm), memory
         return self._state
+
+    def _views(self, pages: Tensor) -> Iterator[Tensor]:
+        """Yield the tensors of a block in all pages (N, bytes), as views (N, …)."""
+        for offset, shape, dtype in self._places:
+            content = pages[:, offset : offset + prod(shape) * dtype.itemsize].view(dtype)
+            yield content.unflatten(1, shape) if shape else content[:, 0]
 
     def gather(self, pages: Tensor, read: Sequence[int]) -> GeckoState:
         """Return copies of the states in ``pages`` of sequences that have read ``read`` tokens, of one document each.
-
-        The pages are not read by the host.
-        """
+        The pages are not read by the host."""
         state, start = self.state(), Clock.start(len(read))
         return replace(
             state, clock=replace(start, position=torch.tensor(read, device="cpu")),
@@ -217,10 +198,6 @@ class StatePages:
 
     def write(self, pages: Tensor, after: GeckoState) -> None:
         """Write the rows of ``after`` to ``pages``."""
-        for page, row in zip(_tensors(self.state()), _tensors(after), strict=True):
+        own, new = (tensors_of((*state.mixers, state.final_norm)) for state in (self.state(), after))
+        for page, row in zip(own, new, strict=True):
             page.index_copy_(0, pages.long(), row)
-
-
-def _tensors(state: GeckoState) -> list[Tensor]:
-    """Return the tensors of a state without its clock, in an order of their own."""
-    return tensors_of((*state.mixers, state.final_norm))
