@@ -69,7 +69,7 @@ def loss_curve(training: Sequence[Record], validation: Sequence[Record], marks: 
         # In a long run the first, high losses would flatten the rest of the curves.
         shown = np.concatenate([points[len(points) // 20 :], held_out[-1:]])
     axes.plot(*held_out.T, color=DARK, linewidth=1.2, linestyle="--", marker="o", markersize=4, label="held out")
-    fit(axes, shown[:, 1], 0.1)
+    fit(axes, shown[:, 1].tolist(), 0.1)
     _fit_steps(axes, np.concatenate([points, held_out]))
     low, high = axes.get_ylim()
     for loss, words in marks.items():

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gecko.parallel.mesh import ALONE, Ranks
+from gecko.parallel.sharding import local
 from gecko.runtime.private import recorded_collectives
 from gecko.train.optimizer import named_parameters
 
@@ -94,8 +94,7 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 def _is_finite(tensor: Tensor | None) -> bool:
     """Return whether all values are finite; of a sharded tensor, those of this rank's part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local is None or bool(torch.isfinite(local).all())
+    return tensor is None or bool(torch.isfinite(local(tensor)).all())
 
 
 def write_notice(signal: str, text: str) -> None:

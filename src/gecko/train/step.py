@@ -24,7 +24,7 @@ from gecko.models import LanguageModel
 from gecko.models.gecko import Gecko
 from gecko.parallel.context import ContextGroup
 from gecko.parallel.mesh import ALONE, Ranks
-from gecko.parallel.sharding import sum_over_replicas, whole
+from gecko.parallel.sharding import local, sum_over_replicas, whole
 from gecko.runtime.tensors import HostCopy, to_device
 from gecko.state import GeckoState
 from gecko.train.optimizer import set_learning_rate, step_unless
@@ -256,7 +256,7 @@ class CarriedState:
         """Replace the states by those of a checkpoint, which ``read`` copies into tensors like ``tensors``."""
         tensors = {name: x.clone() for name, x in self.tensors().items()}
         read(tensors)
-        found = iter(x.to_local() if isinstance(x, DTensor) else x for x in tensors.values())
+        found = iter(map(local, tensors.values()))
         restored = self._empty.map(lambda x: next(found).to(x.device))
         restored.check_counts("the lanes of a checkpoint")
         self.before = self._divided(restored)
