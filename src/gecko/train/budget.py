@@ -113,11 +113,9 @@ def measured(
     """Measure what the run does for the clock, and return it with what it has to fix before its first step.
 
     If the run follows the clock, these are the steps of its warm-up; else the steps, at least 1, for which the whole
-    command takes at most ``run.minutes``. The final evaluation may take ``EVALUATING_PART`` of them, and so may the
-    others together, and the sample; else they get fewer rows or tokens. A run that is not ``fresh`` fixed this before.
-
-    All ranks measure together, and use the first rank's times. The measured steps use a learning rate of 0 and a
-    separate optimizer, so the model does not change.
+    command takes at most ``run.minutes``. The final evaluation, the others together, and the sample get fewer rows or
+    tokens if they took more than ``EVALUATING_PART`` of them each. A run that is not ``fresh`` fixed this before. All
+    ranks measure together, and use the first rank's times. The model does not change.
     """
     console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
     assert run.minutes is not None
@@ -198,7 +196,7 @@ def _step_seconds(
     """
     device, full = next(model.parameters()).device, run.schedule.first_full_step
     captured = CapturedGradients(model, run.precision) if run.capture else None
-    optimizer = build_optimizer(model, run.optimizer)
+    optimizer = build_optimizer(model, run.optimizer)  # with a learning rate of 0
     step = Step(model, optimizer, run.optimizer.clip, run.precision, ranks=ranks, captured=captured)
 
     def one_step(batch: Batch, parts: int = run.gradient_accumulation_steps) -> None:

@@ -1,10 +1,9 @@
 """State of a run: what a checkpoint holds, how it is written and read, and its copies in the memory of nodes.
 
-Every ``checkpoint.memory_every`` steps each rank copies its shards to host memory, and a thread writes them to a file
-in ``checkpoint.memory_folder``. That folder is in memory (tmpfs), so a file outlives the process of its rank, but not
-its node. All replicas (HSDP) have the same shards. When torchrun has restarted the ranks, each takes its shards from
-its own node, or receives them from a node of another replica. The job continues after the newest step of which every
-shard is found, or from its last checkpoint if that is newer.
+A copy is a file in ``checkpoint.memory_folder``, which is in memory (tmpfs), so it outlives the process of its rank,
+but not its node. All replicas (HSDP) have the same shards. When torchrun has restarted the ranks, each takes its shards
+from its own node, or receives them from a node of another replica. The job continues after the newest step of which
+every shard is found, or from its last checkpoint if that is newer.
 """
 
 from __future__ import annotations
@@ -113,14 +112,14 @@ def write_small_files(
 
 def write_tokenizer(run: Run, folder: Path) -> None:
     """Write the files of the run's tokenizer and its chat template; those of bytes are for transformers."""
-    own = run.tokenizer_folder
+    own, template = run.tokenizer_folder, run.tokenizer_folder / TEMPLATE
     if holds_tokenizer(own):
         copy_tokenizer(str(own), folder)
         return
-    if template := (own / TEMPLATE).is_file():
-        shutil.copyfile(own / TEMPLATE, folder / TEMPLATE)
+    if template.is_file():
+        shutil.copyfile(template, folder / TEMPLATE)
     if run.data.tokenizer == ByteTokenizer.name:
-        write_byte_tokenizer(folder, chat=template)
+        write_byte_tokenizer(folder, chat=template.is_file())
 
 
 def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -184,10 +183,8 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 def random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **on_gpu}
 
 
 def set_random_state(state: Mapping[str, Tensor], source: object) -> None:
@@ -203,15 +200,11 @@ def set_random_state(state: Mapping[str, Tensor], source: object) -> None:
 
 
 def host_stager(device: str) -> DefaultStager:
-    """Return a stager, which copies tensors of a kind of device to host memory that it keeps for the next copy.
-
-    For CUDA the memory is pinned, because a GPU copies to it several times as fast. The host waits for the copy: the
-    next step of the optimizer changes the tensors.
-    """
-    pinned = device == "cuda" and torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned)
-    )
+    """Return a stager, which copies tensors of a kind of device to host memory that it keeps for the next copy."""
+    pinned = device == "cuda" and torch.cuda.is_available()  # a GPU copies to pinned memory several times as fast
+    # The host waits for the copy: the next step of the optimizer changes the tensors.
+    shared = {"use_shared_memory": False, "use_async_staging": False}
+    return DefaultStager(StagingOptions(pinned, **shared, use_non_blocking_copy=pinned))
 
 
 _KEPT = 2
@@ -277,8 +270,8 @@ class NodeCopies:
         of the trainer; None if there is no such step, and nothing has changed."""
         held = self._held()
         nodes = self._ranks.gather(held)
-        steps = {step for here in nodes for step, _ in here if after < step <= until}
-        everywhere = set().union(*nodes)
+        everywhere = {key: position for here in nodes for key, (_, position) in here.items()}
+        steps = {step for step, _ in everywhere if after < step <= until}
         whole = [step for step in steps if all((step, shard) in everywhere for shard in range(self._shards))]
         if not whole:
             return None
@@ -291,9 +284,7 @@ class NodeCopies:
                 tensor.copy_(values[name])
         random = {name.removeprefix(_RANDOM_PREFIX): x for name, x in values.items() if name.startswith(_RANDOM_PREFIX)}
         set_random_state(random, "a copy in the memory of the nodes")
-        return build(
-            TrainerState, next(fields for here in nodes for (of, _), (_, fields) in here.items() if of == step)
-        )
+        return build(TrainerState, everywhere[step, 0])
 
     def _values(self, step: int, held: Held, nodes: Sequence[Held], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's tensors of ``step``, from its node or from the first rank whose node has them."""
