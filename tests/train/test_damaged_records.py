@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +104,7 @@ def test_without_room_for_tensorboard_the_run_goes_on(small_run: Run, monkeypatc
 def test_a_file_in_place_of_the_checkpoints_is_named(small_run: Run) -> None:
     small_run.folder.mkdir()
     (small_run.folder / "checkpoints").write_text("a file")
-    with warnings.catch_warnings(), pytest.raises(FileExistsError, match=r"checkpoints must be a folder.*it is a file"):
+    with pytest.raises(FileExistsError, match=r"checkpoints must be a folder.*it is a file"):
         train(small_run)
     assert not (small_run.folder / METRICS).exists()
 
@@ -201,10 +200,9 @@ def test_a_run_whose_folder_is_moved_ends_and_begins_no_second_one(
 
 
 def test_a_folder_that_is_moved_during_the_last_evaluation_gets_no_results(
-    run_in: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small_run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = run_in("moved")
-    monkeypatch.setattr("gecko.train.finish.evaluate", lambda *_: run.folder.rename(tmp_path / "elsewhere"))
-    with pytest.raises(OSError, match=r"moved was moved or deleted during"):
-        train(run)
-    assert not run.folder.exists()
+    monkeypatch.setattr("gecko.train.finish.evaluate", lambda *_: small_run.folder.rename(tmp_path / "elsewhere"))
+    with pytest.raises(OSError, match=r"run was moved or deleted during"):
+        train(small_run)
+    assert not small_run.folder.exists()
