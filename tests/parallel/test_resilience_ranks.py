@@ -41,13 +41,13 @@ def test_sigterm_to_any_rank_stops_all_after_the_same_step(jobs: Jobs, run_in: C
 
 def test_a_nan_on_one_rank_is_named_and_skipped_by_all(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     """Too many in a row end all ranks, and one says so."""
-    run = run_in("x", max_skips=2)
-    first, second = jobs.answers(2, work.poisoned_run, run, LAYER, 1, {3, 6, 7}, float("nan"))
+    run = run_in("x", max_skips=3)
+    first, second = jobs.answers(2, work.poisoned_run, run, LAYER, 1, {3, 4, 6, 7, 8}, float("nan"))
     skipped = {record["step"]: record["skipped"] for record in records(run) if "skipped" in record}
-    assert list(skipped) == [3, 6, 7]
+    assert list(skipped) == [3, 4, 6, 7, 8]
     assert skipped[3] == "the output of blocks.1.feed_forward.fc2 (Linear) is not finite, on rank 1"
-    assert [record["skips"] for record in records(run)] == [0, 0, 1, 1, 1, 2, 3]
-    assert first.error is not None and first.error.startswith("NonFiniteError: steps 6 to 7 ")
+    assert [record["skips"] for record in records(run)] == [0, 0, 1, 2, 2, 3, 4, 5]
+    assert first.error is not None and first.error.startswith("NonFiniteError: steps 6 to 8 ")
     assert second.error == "SystemExit: 2"
 
 
