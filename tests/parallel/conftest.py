@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL, write_corpus
 from support.jobs import Exact, Jobs
-from support.whole_runs import losses
 
 from gecko.train import (
     CheckpointSettings,
@@ -22,22 +20,6 @@ from gecko.train import (
     Run,
     SampleSettings,
 )
-
-
-def train_in_sessions(
-    jobs: Jobs, one: Run, changing: Run, sessions: list[tuple[int, int | None, dict[str, int]]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train ``one`` on one rank, and ``changing`` in sessions of so many ranks, until a step, in a mesh.
-
-    Return the results of both; their losses are equal but for rounding.
-    """
-    (expected,) = jobs.run(1, work.train_run, one)
-    for ranks, end, parallel in sessions:
-        run = replace(changing, parallel=ParallelSettings(**parallel))
-        results = jobs.run(ranks, work.resumed_run, run, ranks - 1, end)
-        assert {result["step"] for result in results} == {end or one.steps}
-    np.testing.assert_allclose(losses(changing), losses(one), rtol=1e-5)
-    return expected, results[0]
 
 
 class Kept:

@@ -12,26 +12,31 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel.conftest import train_in_sessions
 from support import compile_jobs
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL, as_lines, words
 from support.jobs import Exact, Jobs
 from support.whole_runs import losses
 
-from gecko.models import LlamaConfig, ModelConfig
+from gecko.io.checkpoints import checkpoint_step, list_checkpoints
+from gecko.models import LlamaConfig, ModelConfig, load_any
 from gecko.parallel.mesh import MeshSizes
-from gecko.train import CheckpointSettings, DataSettings, OptimizerSettings, Run, train
+from gecko.train import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Run,
+    train,
+)
+from gecko.train.checkpoints import latest_checkpoint, write_model
 
-MESHES = {
-    "shard-2": (2, {}),
-    "replicate-2": (2, {"replicate": 2}),
-    "context-2": (2, {"context": 2}),
-    "shard-4": (4, {}),
-    "replicate-2-shard-2": (4, {"replicate": 2}),
-    "shard-2-context-2": (4, {"context": 2}),
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "shard-2": (2, {}), "replicate-2": (2, {"replicate": 2}), "context-2": (2, {"context": 2}), "shard-4": (4, {}),
+    "replicate-2-shard-2": (4, {"replicate": 2}), "shard-2-context-2": (4, {"context": 2}),
     "replicate-2-context-2": (4, {"replicate": 2, "context": 2}),
-}
+}  # fmt: skip
 SETTINGS: dict[int, list[dict[str, Any]]] = {
     2: [{"gradient_accumulation_steps": 2}, {"activation_checkpointing": "full"}],
     4: [{"gradient_accumulation_steps": 2},
@@ -41,9 +46,11 @@ SETTINGS: dict[int, list[dict[str, Any]]] = {
 
 LLAMA = LlamaConfig(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, ffn_dim=48, key_value_heads=2)
 MODELS: dict[str, ModelConfig] = {"gecko": BYTE_MODEL, "llama": LLAMA}
-CASES = [
-    (name, mesh) for name in MODELS for mesh, (_, sizes) in MESHES.items() if name == "gecko" or "context" not in sizes
-]
+CASES = [*(("gecko", mesh) for mesh in MESHES), ("llama", "replicate-2"), ("llama", "shard-4")]
+
+
+BRIEF: dict[str, Any] = {"evaluation": EvaluationSettings(50, 2, 2)}
+"""Short runs look at few held-out rows."""
 
 
 def model_of(name: str) -> ModelConfig:
@@ -63,24 +70,13 @@ def test_steps_on_ranks_are_steps_on_one(
     runs = [run_in("many", model=model, **sizes, **settings) for settings in SETTINGS[ranks]]
     for per_rank in jobs.run(ranks, work.exact_steps, runs, 3):
         for got, settings in zip(per_rank, SETTINGS[ranks], strict=True):
-            np.testing.assert_allclose(got["curve"], expected["curve"], rtol=1e-9, err_msg=str(settings))
-            for key, value in expected["parameters"].items():
-                np.testing.assert_allclose(got["parameters"][key], value, rtol=1e-6, atol=1e-8, err_msg=key)
+            assert_same_steps(got, expected, str(settings))
 
 
-def test_whole_runs_equal_those_of_one_process_to_float32_rounding(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    changes: dict[str, Any] = {"steps": 12, "checkpoint": CheckpointSettings(every=12)}
-    one = run_in("one", **changes)
-    (expected,) = jobs.run(1, work.train_run, one)
-    for mesh in ("shard-4", "shard-2-context-2"):
-        ranks, sizes = MESHES[mesh]
-        many = run_in(mesh, **changes, **sizes)
-        results = jobs.run(ranks, work.train_run, many)
-        np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5, err_msg=mesh)
-        for result in results:
-            assert result["evaluation"]["tokens"] == expected["evaluation"]["tokens"], mesh
-            assert result["evaluation"]["loss"] == pytest.approx(expected["evaluation"]["loss"], rel=1e-5), mesh
-        assert len(losses(many)) == 12 + 3
+def assert_same_steps(got: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
+    np.testing.assert_allclose(got["curve"], expected["curve"], rtol=1e-9, err_msg=what)
+    for name, value in expected["parameters"].items():
+        np.testing.assert_allclose(got["parameters"][name], value, rtol=1e-6, atol=1e-8, err_msg=f"{name} {what}")
 
 
 @pytest.mark.parametrize(("name", "blocks", "others"), [
@@ -100,13 +96,13 @@ def test_bfloat16_is_gathered_for_matrices_only_and_kept_nowhere(
 @pytest.mark.parametrize("precision", ["bfloat16", "float8_emulated"])
 def test_half_precision_on_ranks_learns_as_on_one(jobs: Jobs, run_in: Callable[..., Run], precision: str) -> None:
     """Ranks gather matrices in bfloat16 before they are rounded to float8; a single device rounds once."""
-    one, many = (run_in(name, precision=precision, steps=8) for name in ("one", "many"))
+    one, many = (run_in(name, precision=precision, steps=6, **BRIEF) for name in ("one", "many"))
     jobs.run(1, work.train_run, one)
     jobs.run(2, work.train_run, many)
     np.testing.assert_allclose(losses(many), losses(one), rtol=5e-3)
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 2)])
 def test_accumulated_gradients_are_shards(jobs: Jobs, run_in: Callable[..., Run], ranks: int, replicate: int) -> None:
     """Gradients are divided among the shards after each part, and summed over the replicas after the last one."""
     parts = 4 // (ranks // 2)
@@ -124,7 +120,7 @@ def test_held_out_loss_is_that_of_one_process(jobs: Jobs, run_in: Callable[..., 
     """Also if the rows do not divide evenly, or are fewer than the ranks."""
     cases = [(1, 2), (5, 2), (8, 1)]
     (expected,) = jobs.run(1, work.evaluations, run_in("x"), cases)
-    for mesh in ("shard-2", "context-2", "shard-4", "shard-2-context-2"):
+    for mesh in ("context-2", "shard-4", "shard-2-context-2"):
         ranks, sizes = MESHES[mesh]
         for found in jobs.run(ranks, work.evaluations, run_in("x", **sizes), cases):
             for got, wanted in zip(found, expected, strict=True):
@@ -135,34 +131,21 @@ def test_held_out_loss_is_that_of_one_process(jobs: Jobs, run_in: Callable[..., 
                     np.testing.assert_allclose(*values, rtol=1e-9, err_msg=mesh)
 
 
-def test_any_number_of_ranks_sees_the_same_batches(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    (whole,) = jobs.run(1, work.rows_seen, run_in("x"), 5)
-    for mesh in ("shard-2", "shard-4", "shard-2-context-2"):
-        ranks, sizes = MESHES[mesh]
-        seen = jobs.run(ranks, work.rows_seen, run_in("x", **sizes), 5)
-        for step in range(5):
-            rows = dict(sorted(rank_rows[step] for rank_rows in seen))
-            assert [row for group in rows.values() for row in group] == whole[step][1]
-
-
-@pytest.mark.parametrize("mesh", ["shard-2", "replicate-2-shard-2", "shard-2-context-2"])
+@pytest.mark.parametrize("mesh", ["replicate-2-shard-2", "shard-2-context-2"])
 def test_muon_on_ranks_is_muon_on_one(jobs: Jobs, run_in: Callable[..., Run], exact: Exact, mesh: str) -> None:
     """Each rank orthogonalises its part of the matrices; the other ranks receive them."""
     ranks, sizes = MESHES[mesh]
     muon = OptimizerSettings(name="muon", learning_rate=1e-2)
     expected = exact(run_in("one", optimizer=muon))
     for (got,) in jobs.run(ranks, work.exact_steps, [run_in("many", optimizer=muon, **sizes)], 3):
-        np.testing.assert_allclose(got["curve"], expected["curve"], rtol=1e-9)
-        for name, value in expected["parameters"].items():
-            np.testing.assert_allclose(got["parameters"][name], value, rtol=1e-6, atol=1e-8, err_msg=name)
+        assert_same_steps(got, expected)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.one_of(st.none(), st.integers(1, 8)), st.integers(1, 8))
 def test_mesh_sizes_multiply_to_the_world_or_are_refused(
     world: int, replicate: int, shard: int | None, context: int
 ) -> None:
-    fits = world % (replicate * context) == 0 and shard in (None, world // (replicate * context))
-    if fits:
+    if world % (replicate * context) == 0 and shard in (None, world // (replicate * context)):
         sizes = MeshSizes.of(world, replicate, shard, context)
         assert math.prod((sizes.replicate, sizes.shard, sizes.context)) == world
     else:
@@ -198,7 +181,7 @@ def test_replicas_stay_the_same_where_their_sums_round_otherwise(jobs: Jobs, run
         assert all(np.array_equal(value, first["parameters"][name]) for name, value in other["parameters"].items())
 
 
-@pytest.mark.parametrize("rank", [0, 1, 5])
+@pytest.mark.parametrize("rank", [0, 5])
 def test_each_rank_says_what_its_device_lacks(
     run_in: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
@@ -216,17 +199,11 @@ def test_every_group_has_the_limit_of_the_run(jobs: Jobs, run_in: Callable[..., 
         assert len(limits) >= 5 and set(limits) == {77}
 
 
-def test_ranks_need_torchrun(run_in: Callable[..., Run]) -> None:
+def test_settings_that_do_not_fit_are_refused(run_in: Callable[..., Run]) -> None:
     with pytest.raises(ValueError, match=r"number of ranks, 1; got 1 × 4 × 1.*torchrun"):
         train(run_in("x", shard=4))
-
-
-def test_context_needs_whole_chunks(run_in: Callable[..., Run]) -> None:
     with pytest.raises(ValueError, match=r"multiple of 16; got 40. Try sequence_length=32"):
         run_in("x", context=2, sequence_length=40)
-
-
-def test_compiled_blocks_are_not_recomputed_in_part(run_in: Callable[..., Run]) -> None:
     with pytest.raises(ValueError, match="none or full"):
         run_in("x", compile=True, activation_checkpointing="selective")
 
@@ -235,23 +212,59 @@ def test_compiled_steps_on_context_ranks_are_those_of_plain_ones(jobs: Jobs, run
     """Compare loss, gradient norm and every parameter after two steps, in float64, on both ranks."""
     model = replace(run_in("x").model, num_layers=1)
     plain = run_in("plain", context=2, model=model)
-    runs = [plain, replace(plain, activation_checkpointing="full")]
+    runs = [replace(plain, activation_checkpointing="full")]
     expected = jobs.run(2, work.exact_steps, [plain], 2)
-    for (want,), results in zip(expected, jobs.run(2, compile_jobs.compiled_steps, runs, 2), strict=True):
-        for got in results:
-            np.testing.assert_allclose(got["curve"], want["curve"], rtol=1e-9)
-            for name, value in want["parameters"].items():
-                np.testing.assert_allclose(got["parameters"][name], value, rtol=1e-6, atol=1e-8, err_msg=name)
+    for (want,), (got,) in zip(expected, jobs.run(2, compile_jobs.compiled_steps, runs, 2), strict=True):
+        assert_same_steps(got, want)
+
+
+def train_in_sessions(
+    jobs: Jobs, one: Run, changing: Run, sessions: list[tuple[int, int | None, dict[str, int]]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train ``one`` on one rank, and ``changing`` in sessions of so many ranks, until a step, in a mesh.
+
+    Return the results of both; their losses are equal but for rounding.
+    """
+    (expected,) = jobs.run(1, work.train_run, one)
+    for ranks, end, parallel in sessions:
+        run = replace(changing, parallel=ParallelSettings(**parallel))
+        results = jobs.run(ranks, work.resumed_run, run, ranks - 1, end)
+        assert {result["step"] for result in results} == {end or one.steps}
+    np.testing.assert_allclose(losses(changing), losses(one), rtol=1e-5)
+    found, wanted = results[-1]["evaluation"], expected["evaluation"]
+    assert found["tokens"] == wanted["tokens"] and found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    return expected, results[0]
 
 
 def test_one_rank_then_four_then_two(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """Lanes are rows of the whole batch, so each session holds its part of those that the one before saved."""
-    small = run_in("one", steps=10)
+    """SIGTERM ends each session; the schedule is that of the whole run.
+
+    Lanes are rows of the whole batch, so each session holds its part of those that the one before saved.
+    """
+    small = run_in("one", checkpoint=CheckpointSettings(every=7, keep=9))
     one = replace(small, data=replace(small.data, carry_state=True), gradient_accumulation_steps=2)
-    train_in_sessions(
-        jobs, one, replace(one, output=str(one.folder.parent / "changing")),
-        [(1, 2, {}), (4, 4, {"context": 2}), (2, 6, {"context": 2}), (4, 8, {"replicate": 2}), (2, None, {})],
-    )  # fmt: skip
+    changing = replace(one, output=str(one.folder.parent / "changing"))
+    sessions = [(1, 4, {}), (4, 9, {"context": 2}), (2, 14, {"context": 2}), (4, None, {"replicate": 2})]
+    train_in_sessions(jobs, one, changing, sessions)
+    kept = sorted(checkpoint_step(path) for path in list_checkpoints(changing.checkpoints_folder))
+    assert kept == [4, 7, 9, 14, 20]
+
+
+def test_a_llama_on_two_ranks_then_one_then_four(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:
+    """Other numbers of ranks resume from sharded checkpoints, and the joined model is the trained one."""
+    model, checkpoint = model_of("llama"), CheckpointSettings(every=7, keep=9)
+    one, changing = run_in("one", model=model, steps=12), run_in("many", model=model, steps=12, checkpoint=checkpoint)
+    sessions = [(2, 5, {"replicate": 2}), (1, 8, {}), (4, None, {"shard": 2, "replicate": 2})]
+    expected, _ = train_in_sessions(jobs, one, changing, sessions)
+    assert (changing.folder / "sample.txt").is_file()
+    newest = latest_checkpoint(changing.checkpoints_folder)
+    assert newest is not None
+    write_model(newest, tmp_path / "joined")
+    tokens = torch.arange(24).reshape(2, 12)
+    folders = tmp_path / "joined", newest, Path(expected["checkpoint"])
+    joined, at_end, alone = (load_any(folder)(tokens) for folder in folders)
+    assert torch.equal(joined, at_end)
+    torch.testing.assert_close(joined, alone, rtol=1e-3, atol=1e-3)
 
 
 MERGES = [("r", "e"), ("re", "d"), ("o", "v")]
@@ -267,8 +280,7 @@ def some_texts(count: int) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("count", [2, 7, 60])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 7), (3, 2), (4, 60)])
 def test_the_corpus_is_that_of_a_single_process(jobs: Jobs, ranks: int, count: int) -> None:
     """With two texts, some ranks have no share. Every text is tokenized once."""
     texts = some_texts(count)
@@ -281,21 +293,17 @@ def test_the_corpus_is_that_of_a_single_process(jobs: Jobs, ranks: int, count: i
     assert all_texts == count == sum(tokenized for _, tokenized in results)
 
 
-@pytest.mark.parametrize("other", ["texts", "tokenizer"])
-def test_ranks_that_read_other_texts_are_refused(jobs: Jobs, other: str) -> None:
-    """The second rank's texts have the same lengths."""
-    texts = some_texts(7)
-    second_texts = [*texts[:-1], texts[-1].swapcase()] if other == "texts" else texts
-    merges = [MERGES, MERGES if other == "texts" else MERGES[:2]]
-    first, second = jobs.answers(2, work.corpus_of_shares, [texts, second_texts], merges)
-    assert first.error is not None and "ValueError: all ranks must read the same texts" in first.error
-    assert second.error == "SystemExit: 2"
-
-
-def test_texts_without_tokens_are_refused(jobs: Jobs) -> None:
-    first, second = jobs.answers(2, work.corpus_of_shares, [["  ", " "]] * 2, [MERGES] * 2)
-    assert first.error is not None and "must hold at least one document with text; got none" in first.error
-    assert second.error == "SystemExit: 2"
+def test_ranks_that_read_other_texts_are_refused(jobs: Jobs) -> None:
+    """The second rank's texts have the same lengths. Texts without tokens are refused too."""
+    texts, merges = some_texts(7), [MERGES, MERGES]
+    same, blank = "all ranks must read the same texts", "must hold at least one document with text; got none"
+    for second, its_merges, said in (
+        ([*texts[:-1], texts[-1].swapcase()], merges, same), (texts, [MERGES, MERGES[:2]], same), ([], merges, blank)
+    ):  # fmt: skip
+        given = [texts, second] if second else [["  ", " "]] * 2
+        first, other = jobs.answers(2, work.corpus_of_shares, given, its_merges)
+        assert first.error is not None and first.error.startswith("ValueError: ") and said in first.error
+        assert other.error == "SystemExit: 2"
 
 
 def test_a_mixture_with_held_out_texts_has_the_rows_of_a_single_process(

@@ -32,8 +32,8 @@ def test_a_step_has_no_read_and_no_collective_of_the_host(
 
 @pytest.mark.parametrize(
     ("ranks", "mesh", "checkpointing"),
-    [(1, {}, "none"), (1, {}, "full"), (2, {}, "selective"), (2, {"context": 2}, "full")],
-    ids=["one", "one-recomputed", "shard-2", "context-2"],
+    [(1, {}, "full"), (2, {}, "selective"), (2, {"context": 2}, "none")],
+    ids=["one-recomputed", "shard-2", "context-2"],
 )
 def test_steps_leave_no_tensors_in_reference_cycles(
     jobs: Jobs, run_in: Callable[..., Run], ranks: int, mesh: dict[str, int], checkpointing: Any
@@ -41,10 +41,3 @@ def test_steps_leave_no_tensors_in_reference_cycles(
     """Otherwise activations would stay in memory until the next collection, 50 steps later."""
     run = run_in("x", activation_checkpointing=checkpointing, gradient_accumulation_steps=2, **mesh)
     assert jobs.run(ranks, bytes_in_cycles, run) == [0] * ranks
-
-
-def test_the_trace_sees_a_read_and_a_collective_of_the_host(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    found: list[dict[str, Any]] = jobs.run(2, work.traced_run_that_waits, run_in("x", steps=4))
-    for one in found:
-        assert one["reads"] == ["aten::_local_scalar_dense"] * 4
-        assert one["control"] == ["c10d::allreduce_"] * 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parallel.conftest import Kept
 from support import training_jobs as work
-from support.jobs import Jobs
+from support.jobs import Answer, Jobs
 from support.whole_runs import losses
 
 from gecko.io.checkpoints import checkpoint_step, list_checkpoints
@@ -52,7 +52,6 @@ def whole(jobs: Jobs, run_at: Callable[..., Run], tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     ("gone", "order", "step"),
     [
-        ((), (0, 1, 2, 3), 9),
         ((0, 3), (0, 1, 2, 3), 9),
         ((2,), (3, 2, 0, 1), 9),  # torchrun gives the nodes other ranks
         ((1, 3), (0, 1, 2, 3), 6),  # no rank has the second shard, so all return to the checkpoint
@@ -65,12 +64,18 @@ def test_ranks_of_a_lost_node_take_their_shards_from_another_replica(
     run, nodes = lost
     for node in gone:
         shutil.rmtree(nodes[node])
-    first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, [nodes[node] for node in order], None, True)
-    assert first.error is None, first.trace
-    assert f"continuing after step {step}, from " in first.output
+    first = went_on(jobs, run, [nodes[node] for node in order], f"continuing after step {step}, from ")
     assert ("the memory of the nodes" in first.output) == (step == FAILED - 1)
     assert np.array_equal(losses(run), whole)
     assert not any(list(node.rglob("*.safetensors")) for node in nodes)
+
+
+def went_on(jobs: Jobs, run: Run, nodes: list[Path], said: str, ranks: int = RANKS) -> Answer:
+    """Resume the run and return the first rank's answer, which says so."""
+    first, *_ = jobs.answers(ranks, work.run_on_nodes, run, nodes, None, True)
+    assert first.error is None, first.trace
+    assert said in first.output
+    return first
 
 
 def test_a_step_without_numbers_is_not_taken(jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray) -> None:
@@ -78,8 +83,7 @@ def test_a_step_without_numbers_is_not_taken(jobs: Jobs, lost: tuple[Run, list[P
     run, nodes = lost
     path = run.folder / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, nodes, None, True)
-    assert first.error is None and "continuing after step 8, from the memory" in first.output
+    went_on(jobs, run, nodes, "continuing after step 8, from the memory")
     assert np.array_equal(losses(run), whole)
 
 
@@ -89,22 +93,17 @@ def test_a_recovered_state_is_on_disk_at_once(jobs: Jobs, lost: tuple[Run, list[
     answers = jobs.answers(RANKS, work.run_on_nodes, run, nodes, FAILED, True)
     assert all(answer.error is not None and "a node is lost" in answer.error for answer in answers)
     assert checkpoint_step(list_checkpoints(run.checkpoints_folder)[0]) == FAILED - 1
-
-
-def test_a_run_that_begins_anew_takes_no_copies(jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray) -> None:
-    run, nodes = lost
+    # A run that begins anew takes no copies.
     shutil.rmtree(run.folder)
-    first, *_ = jobs.answers(RANKS, work.run_on_nodes, run, nodes, None, True)
+    first, *_ = jobs.answers(RANKS, work.run_on_nodes, replace(run, steps=2), nodes, None, True)
     assert first.error is None and "continuing" not in first.output
-    assert np.array_equal(losses(run), whole)
 
 
 def test_copies_of_another_division_are_not_read(jobs: Jobs, lost: tuple[Run, list[Path]], whole: np.ndarray) -> None:
     """Two ranks have other shards than four."""
     run, nodes = lost
     two = replace(run, parallel=replace(run.parallel, replicate=1))
-    first, *_ = jobs.answers(2, work.run_on_nodes, two, nodes, None, True)
-    assert first.error is None and "continuing after step 6" in first.output
+    went_on(jobs, two, nodes, "continuing after step 6", ranks=2)
     np.testing.assert_allclose(losses(run), whole, rtol=1e-5)
 
 
@@ -122,7 +121,7 @@ def test_memory_that_is_full_ends_the_copies_and_not_the_run(
 ) -> None:
     (tmp_path / "file").touch()
     run = run_in("x", checkpoint=CheckpointSettings(memory_every=1, memory_folder=str(tmp_path / "file")))
-    assert [result["step"] for result in jobs.run(2, work.train_run, run)] == [20, 20]
+    assert [result["step"] for result in jobs.run(2, work.train_run, replace(run, steps=3))] == [3, 3]
 
 
 def test_carried_states_are_refused(run_in: Callable[..., Run]) -> None:

@@ -73,15 +73,3 @@ def traced_run(run: Run) -> dict[str, Any]:
         "others": {name for trace in within for name in trace.others},
         "around": [trace.control for trace in around],
     }
-
-
-def traced_run_that_waits(run: Run) -> dict[str, Any]:
-    """Return ``traced_run`` of steps that read a number and sum it on the hosts of all ranks."""
-    start = Trainer._start
-
-    def waiting(self: Trainer, number: int) -> Any:
-        self.ranks.sum(torch.tensor(float(torch.ones(2).sum())))
-        return start(self, number)
-
-    with mock.patch.object(Trainer, "_start", waiting):
-        return traced_run(run)

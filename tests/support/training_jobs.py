@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -282,7 +282,7 @@ def evaluations(run: Run, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
         return found
 
 
-def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) -> dict[str, Any]:
+def poisoned_run(run: Run, module: str, rank: int, steps: Container[int], factor: float) -> dict[str, Any]:
     """Run training with the output of a module multiplied by ``factor`` on one rank in some steps."""
     original = Trainer._step
 
@@ -302,11 +302,11 @@ def poisoned_run(run: Run, module: str, rank: int, steps: range, factor: float) 
 
 @contextlib.contextmanager
 def _slow_disk() -> Iterator[None]:
-    """Make the first rank take 5 seconds to write its part of a checkpoint."""
+    """Make the first rank take 2 seconds to write its part of a checkpoint."""
     write = HuggingFaceStorageWriter.write_data
 
     def slowly(self: Any, *arguments: Any) -> Any:
-        time.sleep(5 if _rank() == 0 else 0)
+        time.sleep(2 if _rank() == 0 else 0)
         return write(self, *arguments)
 
     with mock.patch.object(HuggingFaceStorageWriter, "write_data", slowly):

@@ -38,8 +38,9 @@ def losses(run: Run) -> np.ndarray:
 
 
 def same_end(one: TrainResult, other: TrainResult) -> bool:
-    """Return whether weights and optimizer states are bitwise equal."""
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    """Return whether weights, optimizer states and carried states are bitwise equal."""
+    carried = ["lanes.safetensors"] if one.run.data.carry_state else []
+    for name in ("model.safetensors", "optimizer.safetensors", *carried):
         left, right = load_file(one.checkpoint / name), load_file(other.checkpoint / name)
         if left.keys() != right.keys() or not all(torch.equal(left[key], right[key]) for key in left):
             return False

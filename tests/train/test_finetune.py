@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from datetime import datetime, tzinfo
@@ -13,9 +12,10 @@ import torch
 from rich.console import Console
 from support.chats import some_chats, write_chats
 from support.corpora import BYTE_MODEL
+from support.whole_runs import killed
 
 import gecko
-from gecko.data import IGNORED
+from gecko.data import IGNORED, load_tokenizer
 from gecko.data.chat import DEFAULT_TEMPLATE, find_format
 from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints
@@ -69,12 +69,9 @@ def test_chats_in_a_row_do_not_see_one_another(tune: Tune, base: Path) -> None:
 
 
 def test_a_tuned_model_answers(tune: Tune, tmp_path: Path) -> None:
-    run = tune("run", "steps=60", "optimizer.learning_rate=1e-2", "optimizer.weight_decay=0")
-    result = train(run)
+    result = train(tune("run", "steps=60", "optimizer.learning_rate=1e-2", "optimizer.weight_decay=0"))
     assert result.evaluation is not None and result.evaluation.loss < 0.7
     folder = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
-    from gecko.data import load_tokenizer
-
     tokenizer = load_tokenizer("bytes")
     chat_format = find_format(tokenizer, folder)
     assert "chat_template.jinja" in chat_format.source
@@ -99,36 +96,25 @@ def test_the_settings_follow_from_model_and_chats(tune: Tune, base: Path, tmp_pa
 
 
 @pytest.mark.parametrize("lora_rank", [None, 2])
-def test_a_resumed_run_equals_an_undisturbed_one(tune: Tune, tmp_path: Path, lora_rank: int | None) -> None:
+def test_a_resumed_run_equals_an_undisturbed_one(tune: Tune, base: Path, tmp_path: Path, lora_rank: int | None) -> None:
+    """With its own template, after the model that it started from is gone; adapters need that model."""
     pytest.importorskip("peft")
-    train(tune("whole", lora_rank=lora_rank))
-    short = tune("parts", "steps=3", "schedule.kind=cosine", lora_rank=lora_rank)
-    long = tune("parts", lora_rank=lora_rank)
-    train(dataclasses.replace(long, output=short.output, steps=6, checkpoint=long.checkpoint), resume=False)
-    # The run stops after its first checkpoint, as after a kill.
-    newest = list_checkpoints(tmp_path / "parts" / "checkpoints")[0]
-    for file in newest.iterdir():
-        file.unlink()
-    newest.rmdir()
-    train(long, resume=True)
-    ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_a_run_resumes_with_its_own_template_and_weights(tune: Tune, base: Path, tmp_path: Path) -> None:
     own = "{% for m in messages %}{{ m.role + ' ' + m.content + eos_token }}{% endfor %}"
     own += "{% if add_generation_prompt %}assistant {% endif %}"
     (base / "chat_template.jinja").write_text(own)
-    whole = tune("run")
-    train(dataclasses.replace(whole, steps=3))
-    shutil.rmtree(base)
-    assert train(whole, resume=True).finished
-    assert (list_checkpoints(tmp_path / "run" / "checkpoints")[0] / "chat_template.jinja").read_text() == own
+    whole, parts = (tune(name, lora_rank=lora_rank) for name in ("whole", "parts"))
+    train(whole)
+    killed(5, parts)
+    if lora_rank is None:
+        shutil.rmtree(base)
+    assert train(parts, resume=True).finished
+    ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert (list_checkpoints(tmp_path / "parts" / "checkpoints")[0] / "chat_template.jinja").read_text() == own
 
 
-@pytest.mark.parametrize("pattern", ["%d %b %Y", "%H:%M:%S.%f"])
 def test_a_run_goes_on_at_another_time_with_the_time_of_its_start(
-    tune: Tune, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+    tune: Tune, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock(datetime):
         @classmethod
@@ -140,12 +126,11 @@ def test_a_run_goes_on_at_another_time_with_the_time_of_its_start(
             monkeypatch.setattr(f"{module}.datetime", Clock, raising=False)
         return Clock(2026, 3, day, 23, 59, day, 7 * day)
 
-    dated = f"{{{{ strftime_now('{pattern}') + '\n' }}}}{DEFAULT_TEMPLATE}"
+    dated = f"{{{{ strftime_now('%d %H:%M:%S.%f') + '\n' }}}}{DEFAULT_TEMPLATE}"
     (base / "chat_template.jinja").write_text(dated)
     clock = set_clock(4)
     train(tune("whole"))
-    train(tune("parts"))
-    shutil.rmtree(list_checkpoints(tmp_path / "parts" / "checkpoints")[0])
+    killed(5, tune("parts"))
     clock = set_clock(5)
     train(tune("parts"), resume=True)
     ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
@@ -191,16 +176,13 @@ def test_a_quantised_model_is_not_trained(tune: Tune, base: Path) -> None:
         train(run)
 
 
-def test_adapters_need_a_model() -> None:
-    with pytest.raises(ValueError, match="lora_rank trains adapters of a trained model"):
-        Run(model=BYTE_MODEL, output="x", steps=1, lora_rank=2)
-
-
-def test_long_chats_are_reported(tune: Tune, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tune("run", "steps=1", "sequence_length=56", "batch_size=1"))
+def test_long_chats_are_reported(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+    load_data(tune("run", "sequence_length=56", "batch_size=1"), Ranks(), Console())
     assert "of 24 chats are longer than a row of 56 tokens; what follows is left out" in capsys.readouterr().out
 
 
-def test_a_batch_larger_than_the_chats_is_refused(tune: Tune) -> None:
+def test_a_batch_larger_than_the_chats_and_adapters_without_a_model_are_refused(tune: Tune) -> None:
     with pytest.raises(ValueError, match=r"one batch takes 50 rows, and the chats fill \d+ rows of 256 tokens"):
-        train(tune("run", "batch_size=50"))
+        load_data(tune("run", "batch_size=50"), Ranks(), Console())
+    with pytest.raises(ValueError, match="lora_rank trains adapters of a trained model"):
+        Run(model=BYTE_MODEL, output="x", steps=1, lora_rank=2)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 import signal
 import time
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.whole_runs import stop_after
 
 from gecko.train import Run, session, train
 from gecko.train.health import StopSignal
@@ -58,28 +56,15 @@ def test_what_was_before_is_there_again() -> None:
     assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
-def test_training_says_what_comes_of_a_signal(
-    small_run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    said: list[str] = []
-
-    def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
-        end = time.monotonic() + 10
-        while not any(said) and time.monotonic() < end:
-            said.append(capfd.readouterr().err)
-            time.sleep(0.01)
-
-    stop_after(3, monkeypatch, interrupt)
-    assert train(small_run).step == 3
-    assert re.search("SIGINT: the step in progress is finished, then saved; a second Ctrl-C", "".join(said))
-
-
 @pytest.mark.parametrize(
     ("part", "said"),
-    [("measured", "the measurement in progress is finished"), ("finish_run", "all steps are saved")],
+    [
+        ("measured", "the measurement in progress is finished"),
+        ("_fit", "the step in progress is finished, then saved; a second Ctrl-C"),
+        ("finish_run", "all steps are saved"),
+    ],
 )
-def test_the_notice_is_that_of_the_phase(
+def test_the_notice_says_what_comes_of_a_signal_in_each_phase(
     part: str, said: str, small_run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     original, told = getattr(session, part), list[str]()
@@ -93,7 +78,6 @@ def test_the_notice_is_that_of_the_phase(
         return original(*arguments, **options)
 
     monkeypatch.setattr(session, part, interrupted)
-    train(
-        replace(small_run, steps=None, minutes=0.2) if part == "measured" else small_run, now=itertools.count().__next__
-    )
+    run = replace(small_run, steps=None, minutes=0.2) if part == "measured" else small_run
+    train(run, now=itertools.count().__next__)
     assert f"SIGINT: {said}" in "".join(told)

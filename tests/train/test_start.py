@@ -11,7 +11,7 @@ import pytest
 from support.corpora import as_shards, words, write_tokenizer
 
 from gecko.data import load_tokenizer
-from gecko.data.tokenizers import copy_tokenizer, holds_byte_tokenizer
+from gecko.data.tokenizers import holds_byte_tokenizer
 from gecko.io.checkpoints import SHARDS, read_manifest
 from gecko.recipes import apply_overrides
 from gecko.train import Run, train
@@ -89,20 +89,16 @@ def test_the_bytes_as_transformers_writes_them_are_the_bytes(read_by: Callable[.
         assert train(read_by("again", "bytes", first.checkpoint)).finished
 
 
-def test_a_checkpoint_in_parts_is_to_be_joined(read_by: Callable[..., Run]) -> None:
+def test_a_checkpoint_in_parts_is_to_be_joined_and_a_folder_may_be_in_the_home_folder(
+    read_by: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = train(read_by("first", "bytes"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train(read_by("again", "bytes", Path("~/first"))).finished
     (first.checkpoint / SHARDS).mkdir()
     (first.checkpoint / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=f"several ranks.* gecko consolidate {first.checkpoint}$"):
-        train(read_by("again", "bytes", first.checkpoint))
-
-
-def test_a_model_in_the_home_folder(
-    read_by: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(read_by("first", "bytes"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert train(read_by("again", "bytes", Path("~/first"))).finished
+        train(read_by("in parts", "bytes", first.checkpoint))
 
 
 # ---- A checkpoint contains the tokenizer that its model was trained with.
@@ -128,19 +124,15 @@ def test_a_checkpoint_is_read_wherever_it_lies(
     checkpoint = train(read_by_file).checkpoint
     digest = load_tokenizer("made/merged.json").digest
     assert {name for name in read_manifest(checkpoint) if "token" in name or "chat" in name} == FILES
-    (tmp_path / "made").rename(tmp_path / "gone")
-    monkeypatch.chdir("/")
-    known = known_tokenizer(checkpoint)
-    assert known is not None and load_tokenizer(known).digest == digest
-
-
-def test_a_run_goes_on_with_the_recipe_it_has(read_by_file: Run) -> None:
-    train(read_by_file)
     longer = replace(read_by_file, steps=16)
     assert train(longer, resume=True).step == 16
     newest = latest_checkpoint(longer.folder / "checkpoints")
     assert newest is not None and read_manifest(newest).keys() > FILES
     assert Run.load(newest / "recipe.json") == Run.load(longer.folder / "recipe.json") == longer
+    (tmp_path / "made").rename(tmp_path / "gone")
+    monkeypatch.chdir("/")
+    known = known_tokenizer(checkpoint)
+    assert known is not None and load_tokenizer(known).digest == digest
 
 
 def test_a_run_on_bytes_keeps_no_tokenizer_of_a_session_before(small_run: Run) -> None:
@@ -153,19 +145,6 @@ def test_a_run_on_bytes_keeps_no_tokenizer_of_a_session_before(small_run: Run) -
     assert known_tokenizer(checkpoint) == "bytes"
 
 
-def test_only_the_tokenizer_that_is_read_is_copied(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    for name in ("tokenizer.json", "tokenizer.model", "special_tokens_map.json"):
-        (source / name).write_text(name)
-    copy_tokenizer(str(source), target)
-    assert {path.name for path in target.iterdir()} == {"tokenizer.json", "special_tokens_map.json"}
-    copy_tokenizer(str(source / "tokenizer.model"), target)
-    assert {path.name for path in target.iterdir()} == {"tokenizer.model", "special_tokens_map.json"}
-    copy_tokenizer(str(target), target)
-    assert (target / "tokenizer.model").read_text() == "tokenizer.model"
-
-
 # ---- Records whose text is in another field than ``text``.
 
 TEXTS = [words(60, number) for number in range(20)]
@@ -176,30 +155,15 @@ def write_records(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-@pytest.fixture
-def records(small_run: Run, tmp_path: Path) -> Run:
-    source = write_records(tmp_path / "records.jsonl", TEXTS)
-    return replace(small_run, steps=1, data=replace(small_run.data, source=source))
-
-
-def test_the_field_is_named_in_the_run(records: Run) -> None:
+def test_the_field_is_named_in_the_run_and_is_that_of_all_sources(small_run: Run, tmp_path: Path) -> None:
+    """Except for shards, which were made from one field."""
+    source, held_out = (write_records(tmp_path / f"{count}.jsonl", TEXTS[:count]) for count in (20, 4))
+    records = replace(small_run, steps=1, data=replace(small_run.data, source=source))
     with pytest.raises(ValueError, match=r"the field 'text'.* got the fields \['content', 'id', .*data\.field=NAME"):
         train(records)
-    assert train(apply_overrides(records, ["data.field=content"])).finished
-    with pytest.raises(ValueError, match=r"data\.field must be what the checkpoint was trained with, 'content'"):
-        train(apply_overrides(records, ["data.field=title"]), resume=True)
-
-
-def test_the_field_is_that_of_all_sources(records: Run, tmp_path: Path) -> None:
-    """Except for shards, which were made from one field."""
-    held_out = write_records(tmp_path / "held_out.jsonl", TEXTS[:4])
-    (tmp_path / "other").mkdir()
-    mixture = f"{records.data.source}=1,{as_shards(TEXTS, tmp_path / 'other')}=1"
-    changes = [
-        "evaluation.final_rows=1000",
-        "data.field=content",
-        f"data.sources={mixture}",
-        f"data.validation={held_out}",
-    ]
-    result = train(apply_overrides(records, changes))
+    mixture = f"{source}=1,{as_shards(TEXTS, tmp_path)}=1"
+    changes = [f"data.sources={mixture}", f"data.validation={held_out}", "evaluation.final_rows=1000"]
+    result = train(apply_overrides(records, ["data.field=content", *changes]))
     assert result.evaluation is not None and result.evaluation.tokens == sum(len(text) + 1 for text in TEXTS[:4])
+    with pytest.raises(ValueError, match=r"data\.field must be what the checkpoint was trained with, 'content'"):
+        train(apply_overrides(records, ["data.field=title", *changes]), resume=True)

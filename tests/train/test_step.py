@@ -1,7 +1,6 @@
 """One optimizer step, its learning rate and the size of its batch."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from support import whole_runs
 from support.corpora import BYTE_MODEL
-from support.whole_runs import killed, same_end
 from torch import Tensor
+from train.conftest import growing
 
 from gecko.data import IGNORED, Batch
 from gecko.models.gecko import Gecko
 from gecko.parallel.mesh import Ranks
-from gecko.train import Run, ScheduleSettings, train
+from gecko.train import Run, ScheduleSettings
 from gecko.train.data import batch_of_step, load_data
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
@@ -93,15 +91,6 @@ def test_bfloat16_keeps_parameters_gradients_and_loss_in_float32() -> None:
     assert rounded.loss == pytest.approx(exact.loss, rel=0.05)
 
 
-def test_activation_checkpointing_changes_no_gradient() -> None:
-    torch.manual_seed(0)
-    model = Gecko(BYTE_MODEL)
-    _, kept = gradients(model, random_batch(2), 1)
-    model.activation_checkpointing = "full"
-    _, recomputed = gradients(model, random_batch(2), 1)
-    torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
-
-
 # ---- Learning rate over a run: bounds, shape and end of both schedules. Growth of batches over the first steps.
 
 fractions = st.floats(0, 0.5)
@@ -136,33 +125,27 @@ def test_ends_near_the_final_factor(schedule: ScheduleSettings) -> None:
         assert last == pytest.approx(schedule.final, abs=2e-3)
 
 
-def test_wsd_is_flat_between_warmup_and_decay() -> None:
+def test_the_shapes_of_both_schedules() -> None:
     factors = curve(ScheduleSettings("wsd", warmup=0.1, decay=0.2, final=0.0), 100)
-    assert factors[10:81] == [1.0] * 71
-    assert factors[90] == pytest.approx(0.5)
+    assert factors[10:81] == [1.0] * 71 and factors[90] == pytest.approx(0.5)
+    assert curve(ScheduleSettings("cosine", warmup=0.0, final=0.2), 100)[50] == pytest.approx(0.6)
 
 
-def test_cosine_is_half_way_in_the_middle() -> None:
-    factors = curve(ScheduleSettings("cosine", warmup=0.0, final=0.2), 100)
-    assert factors[50] == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize("step", [-1, 10])
-def test_step_outside_the_run_is_refused(step: int) -> None:
-    with pytest.raises(ValueError, match=r"0\.\.9"):
-        learning_rate_factor(ScheduleSettings(), step, 10)
+def test_a_step_outside_the_run_is_refused() -> None:
+    for step in (-1, 10):
+        with pytest.raises(ValueError, match=r"0\.\.9"):
+            learning_rate_factor(ScheduleSettings(), step, 10)
 
 
 @st.composite
 def growing_runs(draw: st.DrawFn) -> tuple[ScheduleSettings, int, int]:
     """Return a schedule, the final batch size and the final sequence length."""
     first_rows, first_length = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    over = st.integers(0, 40)
     schedule = ScheduleSettings(
-        initial_batch_size=first_rows,
-        batch_size_steps=draw(st.integers(0, 40)),
-        initial_sequence_length=first_length,
-        sequence_length_steps=draw(st.integers(0, 40)),
-    )
+        initial_batch_size=first_rows, batch_size_steps=draw(over), initial_sequence_length=first_length,
+        sequence_length_steps=draw(over),
+    )  # fmt: skip
     return schedule, first_rows << draw(st.integers(0, 5)), first_length << draw(st.integers(0, 5))
 
 
@@ -184,18 +167,6 @@ def test_batches_double_until_they_are_full(given_run: tuple[ScheduleSettings, i
     assert all(size == rows for size in sizes[schedule.first_full_step :])
 
 
-def growing(run: Run) -> Run:
-    """Return the run with batches of 1, 2 and 4 rows, of 6, 12 and 24 tokens."""
-    schedule = replace(
-        run.schedule,
-        initial_batch_size=1,
-        batch_size_steps=4,
-        initial_sequence_length=6,
-        sequence_length_steps=6,
-    )
-    return replace(run, batch_size=4, schedule=schedule)
-
-
 def test_growing_batches_read_the_same_rows_once(small_run: Run) -> None:
     """The tokens of all steps are those of all rows, one after the other."""
     run = growing(small_run)
@@ -209,16 +180,8 @@ def test_growing_batches_read_the_same_rows_once(small_run: Run) -> None:
         assert torch.equal(read, getattr(whole, name).flatten())
 
 
-def test_a_run_with_growing_batches_resumes_exactly(run_in: Callable[[str], Run]) -> None:
-    whole, run = train(growing(run_in("whole"))), growing(run_in("stopped"))
-    killed(6, run)
-    assert same_end(whole, train(run, resume=True))
-    assert whole_runs.curve(run) == whole_runs.curve(whole.run)
-    with pytest.raises(ValueError, match=r"schedule\.batch_size_steps must be what the checkpoint was trained with"):
-        train(replace(run, schedule=replace(run.schedule, batch_size_steps=5)), resume=True)
-
-
-@pytest.mark.parametrize(("first", "advice"), [(3, "=2"), (5, "=4"), (16, "=8")])
-def test_a_first_batch_that_does_not_double_to_the_last_is_refused(small_run: Run, first: int, advice: str) -> None:
-    with pytest.raises(ValueError, match=f"divided by a power of two.*got {first} and 8.*initial_batch_size{advice}"):
-        replace(small_run, batch_size=8, schedule=ScheduleSettings(initial_batch_size=first))
+def test_a_first_batch_that_does_not_double_to_the_last_is_refused(small_run: Run) -> None:
+    for first, advice in ((3, "=2"), (5, "=4"), (16, "=8")):
+        said = f"divided by a power of two.*got {first} and 8.*initial_batch_size{advice}"
+        with pytest.raises(ValueError, match=said):
+            replace(small_run, batch_size=8, schedule=ScheduleSettings(initial_batch_size=first))

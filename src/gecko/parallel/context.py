@@ -1,22 +1,13 @@
 """Context parallelism: ranks hold consecutive parts of the same rows, an equal number of whole chunks each.
 
-    group = ContextGroup(mesh["context"].get_group())
-    columns = group.slice(sequence_length, config.chunk_size)
-    loss = model.loss(tokens[:, columns], targets[:, columns], segment_ids[:, columns], context=group)
-    loss.backward()    # then sum the gradients of the parameters over the group
-
-The loss is the mean over the targets of all ranks and is equal on each. Its gradient on one rank is the contribution of
-that rank's tokens, so the sum over the group is the gradient that one device would compute. Multiply an average over
-the group (FSDP's default) by the group's size. Every rank must make the same calls in the same order.
-``prefill_on_ranks`` reads one long text: each rank computes its own chunks, and all ranks get the same state.
+The loss is the mean over the targets of all ranks and is equal on each; the sum of the ranks' gradients is its
+gradient. Every rank must make the same calls in the same order (``docs/context_parallel.md``).
 
 Ranks send tensors to later ranks, and gradients back to earlier ones. Starting and waiting are two nodes of the
 autograd graph, so computation between them overlaps with the transfer. In the backward pass the wait starts the
 transfer of the gradients, and the start waits for it. Autograd runs nodes in reverse order of creation, so all ranks
-run the exchanges in the same order.
-
-Activation checkpointing computes a block again in the backward pass. The tensors that arrived in the forward pass are
-then used again: ``P2PGroup.keeping`` records them, and nothing is sent.
+run the exchanges in the same order. A block that is computed again in the backward pass uses the tensors that arrived
+in the forward pass: ``P2PGroup.keeping`` records them, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -25,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -167,110 +159,37 @@ class _Wait(torch.autograd.Function):
         return None, *arriving
 
 
-_FIELDS = ("rows", "tokens", "chunk_size", "segment_ids or none", "state or none", "positions", "document starts")
+def rank_layout(
+    whole: Segments, ids: Tensor | None, rank: int, size: int, chunk: int
+) -> tuple[Segments, Tensor, Tensor]:
+    """Return the layout of a rank's tokens, one of ``size`` equal parts of those of ``whole``, whose segment ids on the
+    CPU are ``ids``, with ``counts`` and ``chunks_reach`` of its ``ContextExchange``."""
+    length, position = whole.length // size, whole.clock.position
+    begin, end = rank * length, (rank + 1) * length
 
+    def open_before(token: int) -> Tensor:
+        """Return the position at which the document started that is open just before a token of the whole rows."""
+        return whole.document_starts[:, token - 1] if token else whole.clock.document_start
 
-def call_header(batch: int, length: int, chunk_size: int, segment_ids: Tensor | None, clock: Clock | None) -> Tensor:
-    """Return (8,) int64: ``_FIELDS``, which must be equal on all ranks, and whether the state ends inside a chunk."""
-    stand = Clock.start(batch) if clock is None else clock
-    inside = bool((stand.position % chunk_size).any())
-    weights = torch.arange(batch, device="cpu") + 1
-    digests = (int((numbers * weights).sum()) for numbers in (stand.position, stand.document_start))
-    given = (segment_ids is not None, clock is not None, *digests, inside)
-    return torch.tensor([batch, length, chunk_size, *map(int, given)], dtype=torch.int64, device="cpu")
-
-
-def check_headers(headers: Tensor) -> None:
-    """Raise ValueError, the same on every rank, unless ``headers`` (R, 8) are of the same call and of whole chunks."""
-    for name, column in zip(_FIELDS, headers.T, strict=False):
-        if len(column.unique()) > 1:
-            raise ValueError(
-                f"all ranks of a context group must make the same call; their {name} are {column.tolist()}. "
-                "Rows must be a multiple of ranks × chunk_size long, and divided evenly."
-            )
-    check_chunks(len(headers), int(headers[0, 1]), int(headers[0, 2]), inside=bool(headers[:, -1].any()))
-
-
-def check_chunks(ranks: int, length: int, chunk_size: int, *, inside: bool) -> None:
-    """Raise ValueError unless ``length`` tokens per rank are whole chunks, or if the state ends ``inside`` one."""
-    if length % chunk_size or length < 2:
-        raise ValueError(
-            f"each rank of a context group must hold whole chunks of {chunk_size} tokens, and 2 tokens at least; got "
-            f"{length}. Rows must be a multiple of ranks × chunk_size = {ranks} × {chunk_size} long."
-        )
-    if inside:
-        raise ValueError(
-            f"a state that ranks of a context group go on from must stand at a multiple of chunk_size = {chunk_size}; "
-            "this one stands inside a chunk. Read up to the chunk's end on one rank first."
-        )
-
-
-def document_record(segment_ids: Tensor, chunk_size: int) -> Tensor:
-    """Return (B, 4) for a rank: the ids of its first and last token, and the index of the last document start after the
-    first token, among all tokens and among those before the last chunk; −1 if there is none."""
-    ids = segment_ids.detach().to("cpu", torch.int64)
-    starts = torch.where(ids[:, 1:] != ids[:, :-1], torch.arange(1, ids.shape[1], device="cpu"), -1)
-    starts = torch.cat([torch.full_like(ids[:, :1], -1), starts], dim=1)
-    # At least one column, also if the rank holds a single chunk.
-    earlier = starts[:, : max(1, ids.shape[1] - chunk_size)]
-    return torch.stack([ids[:, 0], ids[:, -1], starts.amax(1), earlier.amax(1)], dim=1)
-
-
-class RowsPart(NamedTuple):
-    """One rank's part of the rows of a call; tensors of shape (B,)."""
-
-    clock: Clock
-    """Clock before the part's first token."""
-    begins: Tensor
-    """Whether a document starts at the part's first token."""
-    start_before_last: Tensor
-    """Position at which the document started that is open just before the part's last chunk."""
-
-
-def parts_of_call(length: int, chunk_size: int, records: Tensor, clock: Clock | None) -> list[RowsPart]:
-    """Return every rank's part, from the records (R, B, 4) of all ranks and the ``clock`` before the first rank's
-    tokens, which is None if nothing was read."""
-    now = Clock.start(records.shape[1]) if clock is None else clock
-    parts: list[RowsPart] = []
-    for first_id, last_id, last_start, early_start in (record.unbind(1) for record in records):
-        fresh = clock is None and not parts
-        begins = torch.zeros_like(first_id, dtype=torch.bool) if fresh else first_id != now.segment_id
-        start = torch.where(begins, now.position, now.document_start)
-        # The first token is before the last chunk only if there are at least two chunks.
-        start_early = start if length > chunk_size else now.document_start
-        before_last = torch.where(early_start >= 0, now.position + early_start, start_early)
-        parts.append(RowsPart(now, begins, before_last))
-        start = torch.where(last_start >= 0, now.position + last_start, start)
-        now = Clock(now.position + length, start, last_id)
-    return parts
-
-
-def no_documents(size: int, batch: int, clock: Clock | None) -> Tensor:
-    """Return the records (R, B, 4) of ranks in whose rows no document starts."""
-    ids = torch.zeros(batch, dtype=torch.int64, device="cpu") if clock is None else clock.segment_id
-    none = torch.full_like(ids, -1)
-    return torch.stack([ids, ids, none, none], dim=1).expand(size, -1, -1)
-
-
-def reaching_counts(parts: list[RowsPart], rank: int) -> Tensor:
-    """Return ``ContextExchange.counts`` of a rank."""
-    start = parts[rank].clock.document_start
-    counts = torch.zeros(len(parts) - 1, len(start), dtype=torch.int64, device="cpu")
-    for before in range(rank):
+    start, counts = open_before(begin), torch.zeros(size - 1, whole.batch, dtype=torch.int64, device="cpu")
+    reach = torch.zeros(size - 1, whole.batch, 2, dtype=torch.bool, device="cpu")
+    for before, other in enumerate(reversed(range(rank))):
+        last = position + (other + 1) * length
         # Tokens that rank 0 read in earlier calls count as its own.
-        begin = parts[before].clock.position if before else torch.minimum(start, parts[0].clock.position)
-        held = parts[before + 1].clock.position - torch.maximum(start, begin)
-        counts[rank - 1 - before] = held.clamp(min=0)
-    return counts
-
-
-def reaching_chunks(parts: list[RowsPart], rank: int, chunk_size: int) -> Tensor:
-    """Return ``ContextExchange.chunks_reach`` of a rank."""
-    reach = torch.zeros(len(parts) - 1, len(parts[0].begins), 2, dtype=torch.bool, device="cpu")
-    for before in range(rank):
-        start, end = parts[rank - 1].start_before_last, parts[before + 1].clock.position
-        reach[rank - 1 - before] = torch.stack([start < end - chunk_size, start < end], dim=1)
-    return reach
+        first = position + other * length if other else torch.minimum(start, position)
+        counts[before] = (last - torch.maximum(start, first)).clamp(min=0)
+        early = open_before(begin - chunk)
+        reach[before] = torch.stack([early < last - chunk, early < last], dim=1)
+    part, starts = whole.part(begin, end), whole.starts
+    if ids is not None:
+        clock = replace(part.clock, segment_id=ids[:, begin - 1].clone()) if rank else part.clock
+        part = replace(part, clock=clock, last_id=ids[:, end - 1].clone())
+    next_begins = torch.zeros(whole.batch, dtype=torch.bool, device="cpu")
+    if starts is not None:
+        if rank + 1 < size:
+            next_begins = torch.from_numpy(starts[:, end].copy())
+        part = replace(part, starts=part.starts.copy() if part.starts is not None and part.starts.any() else None)
+    return replace(part, next_begins=next_begins), counts, reach
 
 
 class ContextGroup:
@@ -287,8 +206,7 @@ class ContextGroup:
         self._host = torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)))
 
     def of_rows(self, segment_ids: Tensor) -> ContextGroup:
-        """Return the group for calls on these ``rows``: every rank then computes the layout of all, and nothing is
-        exchanged on the host."""
+        """Return the group for calls on these ``rows``: nothing is then exchanged on the host."""
         known = copy(self)
         known.rows = segment_ids
         return known
@@ -313,32 +231,55 @@ class ContextGroup:
         If the group knows the ``rows``, the ids are those of them. Raise ValueError on all ranks if the ranks hold
         different numbers of chunks or their calls differ, or if the rows have another shape.
         """
-        if self.rows is not None:
-            if self.rows.shape != (batch, self.size * length):
-                raise ValueError(
-                    f"the segment_ids of the whole rows must have shape {(batch, self.size * length)}; "
-                    f"got {tuple(self.rows.shape)}."
-                )
-            inside = clock is not None and bool((clock.position.numpy() % chunk_size).any())
-            check_chunks(self.size, length, chunk_size, inside=inside)
-            ids = self.rows.chunk(self.size, dim=1)
-            records, segment_ids = torch.stack([document_record(part, chunk_size) for part in ids]), ids[self.rank]
-        else:
-            check_headers(self._gather(call_header(batch, length, chunk_size, segment_ids, clock)))
-            if segment_ids is None:
-                records = no_documents(self.size, batch, clock)
-            else:
-                records = self._gather(document_record(segment_ids, chunk_size))
+        shape = batch, self.size * length
+        if self.rows is not None and self.rows.shape != shape:
+            raise ValueError(
+                f"the segment_ids of the whole rows must have shape {shape}; got {tuple(self.rows.shape)}."
+            )
+        self._check_call(batch, length, chunk_size, segment_ids, clock)
+        ids = self.rows
+        if ids is None and segment_ids is not None:
+            Segments.build(batch, length, segment_ids=segment_ids)  # which refuses other shapes
+            ids = torch.cat(self._gather(segment_ids.detach().to("cpu", torch.int64)).unbind(), dim=1)
+        whole = Segments.build(*shape, segment_ids=ids, clock=clock, device=device)
         if self.size == 1:
-            return Segments.build(batch, length, segment_ids=segment_ids, clock=clock, device=device)
-        parts = parts_of_call(length, chunk_size, records, clock)
-        counts, reach = reaching_counts(parts, self.rank), reaching_chunks(parts, self.rank, chunk_size)
-        counts, reach = to_device(counts, device), to_device(reach, device)
-        exchange = ContextExchange(self.rank == 0, counts, reach, self._send, self.line.keeping)
-        own = clock if self.rank == 0 else parts[self.rank].clock
-        segments = Segments.build(batch, length, segment_ids=segment_ids, clock=own, device=device)
-        begins = [*(part.begins for part in parts), torch.zeros_like(parts[0].begins)]
-        return replace(segments, exchange=exchange, next_begins=begins[self.rank + 1])
+            return whole
+        part, *exchanged = rank_layout(whole, ids, self.rank, self.size, chunk_size)
+        counts, reach = (to_device(x, device) for x in exchanged)
+        return replace(part, exchange=ContextExchange(self.rank == 0, counts, reach, self._send, self.line.keeping))
+
+    def _check_call(
+        self, batch: int, length: int, chunk_size: int, segment_ids: Tensor | None, clock: Clock | None
+    ) -> None:
+        """Raise ValueError, the same on every rank, unless all make the same call, which is of whole chunks."""
+        stand = Clock.start(batch) if clock is None else clock
+        inside = bool((stand.position.numpy() % chunk_size).any())
+        if self.rows is None:
+            weights = np.arange(1, batch + 1)
+            call = {
+                "rows": batch, "tokens": length, "chunk_size": chunk_size,
+                "segment_ids or none": segment_ids is not None, "state or none": clock is not None,
+                "positions": (stand.position.numpy() * weights).sum(),
+                "document starts": (stand.document_start.numpy() * weights).sum(), "": inside,
+            }  # fmt: skip
+            found = self._gather(torch.tensor([int(x) for x in call.values()], dtype=torch.int64, device="cpu"))
+            inside = bool(found[:, -1].any())
+            for name, column in zip(call, found[:, :-1].T, strict=False):
+                if len(column.unique()) > 1:
+                    raise ValueError(
+                        f"all ranks of a context group must make the same call; their {name} are {column.tolist()}. "
+                        "Rows must be a multiple of ranks × chunk_size long, and divided evenly."
+                    )
+        if length % chunk_size or length < 2:
+            raise ValueError(
+                f"each rank of a context group must hold whole chunks of {chunk_size} tokens, and 2 tokens at least; "
+                f"got {length}. Rows must be a multiple of ranks × chunk_size = {self.size} × {chunk_size} long."
+            )
+        if inside:
+            raise ValueError(
+                "a state that ranks of a context group go on from must stand at a multiple of chunk_size = "
+                f"{chunk_size}; this one stands inside a chunk. Read up to the chunk's end on one rank first."
+            )
 
     def _send(self, to_next: Sequence[Tensor], to_later: Sequence[Tensor]) -> Pending[list[Tensor]]:
         """Send as ``ContextExchange.send``."""
@@ -421,7 +362,12 @@ def prefill_on_ranks(
         for part in pieces(model.config, tokens, state, piece=group.size * size):
             seen[part] = True
             for shared, some in _shares(part, 0 if state is None else state.position[0], group.size * chunk, chunk):
-                last, state = _read_call(model, some, state, group if shared else None)
+                columns = group.slice(len(some), chunk) if shared else slice(None)
+                here = some[columns].unsqueeze(0).to(model.embedding.weight.device)
+                hidden, state = model.hidden(here, state=state, context=group if shared else None)
+                last = hidden[:, -1:]
+                if shared:
+                    (last,), state = group.from_last([last]), group.last_state(state)
         if last is None or state is None:
             raise ValueError("a prompt must hold at least one token, also after a reading state.")
         return Prefill(state, model.head(last)[0, 0], seen.to(last.device))
@@ -434,15 +380,3 @@ def _shares(part: Tensor, position: int, unit: int, chunk: int) -> Iterable[tupl
     whole = (len(part) - before) // unit * unit
     shares = zip((False, True, False), part.tensor_split((before, before + whole)), strict=True)
     return [(shared, some) for shared, some in shares if len(some)]
-
-
-def _read_call(
-    model: Gecko, tokens: Tensor, state: GeckoState | None, group: ContextGroup | None
-) -> tuple[Tensor, GeckoState]:
-    """Return the last token's hidden vector, the input of the head (1, 1, D), and the state after it."""
-    columns = slice(None) if group is None else group.slice(len(tokens), model.config.chunk_size)
-    part = tokens[columns].unsqueeze(0).to(model.embedding.weight.device)
-    hidden, state = model.hidden(part, state=state, context=group)
-    if group is None:
-        return hidden[:, -1:], state
-    return group.from_last([hidden[:, -1:]])[0], group.last_state(state)

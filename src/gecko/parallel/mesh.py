@@ -1,8 +1,7 @@
 """Ranks of a job: their device mesh, collectives on small values, and rendezvous.
 
-torchrun keeps one key-value store for all restarts of a job, and PyTorch uses the same keys each time. A fast rank
-could therefore read the address of a killed predecessor of another rank. To prevent this, the ranks first agree on an
-unused prefix of the store.
+torchrun keeps one key-value store for all restarts of a job, and PyTorch uses the same keys each time. So that a fast
+rank does not read the address of a killed predecessor of another one, the ranks first agree on an unused prefix.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from gecko.parallel.context import ContextGroup
 
-_PAUSE = 0.02
-"""Seconds between two checks of the store."""
-
 
 def fresh_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
     """Return an unused prefix of ``store``, the same for all ranks of this start of the job.
@@ -49,8 +45,7 @@ def fresh_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) ->
             words = written(*(f"gecko/word/{other}" for other in others))
             if words:
                 store.set("gecko/read-out", " ".join([word, *words]))
-            answers = written(*(f"gecko/answer/{other}" for other in others)) if words else []
-            return word if set(answers) == {word} else None
+            return word if words and set(written(*(f"gecko/answer/{other}" for other in others))) == {word} else None
         heard = "".join(written("gecko/read-out")).split()
         if rank >= len(heard) or heard[rank] != word:
             return None
@@ -62,7 +57,7 @@ def fresh_rendezvous(store: Store, rank: int, world: int, timeout: timedelta) ->
     while (meeting := agreed()) is None:
         if time.monotonic() > deadline:
             raise RuntimeError("all ranks of the job must start within the time limit; some did not. See their logs.")
-        time.sleep(_PAUSE)
+        time.sleep(0.02)
     return PrefixStore(f"gecko/{meeting}", store)
 
 
@@ -70,7 +65,6 @@ T = TypeVar("T")
 
 FAILED = 2
 """Exit code of a rank if the first rank reports the error."""
-_BY_LAUNCHER = "torchrun's --nnodes and --nproc-per-node"
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,10 @@ class MeshSizes:
         return self.replicate * self.shard
 
     @classmethod
-    def of(cls, world: int, replicate: int, shard: int | None, context: int, remedy: str = _BY_LAUNCHER) -> MeshSizes:
+    def of(
+        cls, world: int, replicate: int, shard: int | None, context: int,
+        remedy: str = "torchrun's --nnodes and --nproc-per-node",
+    ) -> MeshSizes:  # fmt: skip
         """Return the sizes for ``world`` ranks; ``shard=None`` uses all that remain. Raise ValueError, with ``remedy``,
         if the product of the sizes is not ``world``."""
         sizes = cls(replicate, shard or max(1, world // (replicate * context)), context)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,9 +28,6 @@ from gecko.models.gecko import Block, Gecko
 from gecko.runtime.tensors import map_tensors
 from gecko.segments import Segments
 from gecko.state import GeckoState
-
-_METHODS = ("loss", "loss_and_state", "token_losses")
-"""Methods of a model that run a forward pass besides ``forward``. A Llama has no state."""
 
 
 def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> None:
@@ -53,8 +49,9 @@ def shard_model(model: LanguageModel, mesh: DeviceMesh, *, bfloat16: bool) -> No
     model.sharded = True
     # Blocks return views as states. The warning is about writes into views, and there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for name in filter(partial(hasattr, model), _METHODS):
-        register_fsdp_forward_method(model, name)
+    for name in ("loss", "loss_and_state", "token_losses"):  # run a forward pass as ``forward`` does
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
 
 
 def empty_sharded_model(
@@ -76,8 +73,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
 
 
 def sum_over_replicas(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward passes sum gradients over the replicas, or accumulate them for a later one. Each
-    sums them over the ranks that share a replica, so a rank accumulates only its shard."""
+    """Set whether the next backward passes sum gradients over the replicas, or accumulate this rank's shard of them."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)
 
@@ -91,6 +87,11 @@ def release(model: nn.Module) -> None:
 def whole(tensor: Any) -> Tensor:
     """Return the full value of a tensor that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _DIMENSIONS = {

@@ -39,18 +39,7 @@ else:
 
 
 __all__ = [
-    "CheckpointSettings",
-    "DataSettings",
-    "EvaluationSettings",
-    "NonFiniteError",
-    "OptimizerSettings",
-    "ParallelSettings",
-    "Run",
-    "SampleSettings",
-    "ScheduleSettings",
-    "SkipSettings",
-    "TrainResult",
-    "latest_checkpoint",
-    "replayed",
-    "train",
-]
+    "CheckpointSettings", "DataSettings", "EvaluationSettings", "NonFiniteError", "OptimizerSettings",
+    "ParallelSettings", "Run", "SampleSettings", "ScheduleSettings", "SkipSettings", "TrainResult",
+    "latest_checkpoint", "replayed", "train",
+]  # fmt: skip

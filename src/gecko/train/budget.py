@@ -113,45 +113,45 @@ def measured(
     """Measure what the run does for the clock, and return it with what it has to fix before its first step.
 
     If the run follows the clock, these are the steps of its warm-up; else the steps, at least 1, for which the whole
-    command takes at most ``run.minutes``. The final evaluation may take ``EVALUATING_PART`` of them, and so may the
-    others together, and the sample; else they get fewer rows or tokens. A run that is not ``fresh`` fixed this before.
-
-    All ranks measure together, and use the first rank's times. The measured steps use a learning rate of 0 and a
-    separate optimizer, so the model does not change.
+    command takes at most ``run.minutes``. The final evaluation, the others together, and the sample get fewer rows or
+    tokens if they took more than ``EVALUATING_PART`` of them each. A run that is not ``fresh`` fixed this before. All
+    ranks measure together, and use the first rank's times. The model does not change.
     """
     console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
     assert run.minutes is not None
     if next(model.parameters()).device.type == "cpu":  # else GCC would build the kernels in a call that is timed
         native.library("operators"), native.library("decoding")
     at_once = data.held_out.batch_size * ranks.data_ranks
-    rows = data.held_out.spread(at_once)
+    rows, sampled = data.held_out.spread(at_once), min(_SAMPLED, run.sample.tokens)
     with console.status("measuring"):
         step = _step_seconds(run, model, batches, ranks, clock, MEASURING_PART * clock.left)
         batch = _warm(lambda: evaluate(model, rows, run.precision, ranks), clock)
-        token = _token_seconds(run, model, data, ranks, clock)
+        token = 0.0
+        if sampled and ranks.world == 1:  # several ranks cannot generate from a sharded model
+            short = replace(run, sample=replace(run.sample, tokens=sampled))
+            token = _warm(lambda: sample_text(short, model, data.tokenizer, data.prompt), clock) / sampled
     step, batch, token, left = ranks.broadcast((step, batch, token, clock.left))
     most = EVALUATING_PART * run.minutes * 60
-    final, curve = (len(held_out.rows.tokens) for held_out in (data.final, data.held_out))
-    bounded = {
-        "evaluation.final_rows": (final, _bounded(final, most / batch, at_once)),
-        "evaluation.rows": (curve, _bounded(curve, most / batch / (2 + left / step / run.evaluation.every), at_once)),
-        "sample.tokens": (run.sample.tokens, _bounded(run.sample.tokens, most / max(token, 1e-9), 1)),
-    }
-    (_, final), (_, curve), (_, tokens) = bounded.values()
+
+    def bounded(count: int, seconds: float, at_once: int) -> int:
+        """Return how many of ``count`` rows or tokens take ``most`` seconds, at least those of one batch."""
+        return min(count, max(1, int(most / seconds)) * at_once)
+
+    wanted = len(data.final.rows.tokens), len(data.held_out.rows.tokens), run.sample.tokens
+    final = bounded(wanted[0], batch, at_once)
+    curve = bounded(wanted[1], batch * (2 + left / step / run.evaluation.every), at_once)
+    tokens = bounded(wanted[2], max(token, 1e-9), 1)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     saving, end = 3 * size / WRITE_BYTES_PER_SECOND, -(-final // at_once) * batch + tokens * token + REPORT_SECONDS
     clock.expect(Costs(step, -(-curve // at_once) * batch, saving, end))
     if not fresh:
         return run
-    fixed = [f"{name}={few}" for name, (all_of_them, few) in bounded.items() if few < all_of_them]
+    names = "evaluation.final_rows", "evaluation.rows", "sample.tokens"
+    few = zip(names, wanted, (final, curve, tokens), strict=True)
+    fixed = [f"{name}={given}" for name, all_of_them, given in few if given < all_of_them]
     for line in fixed:
         console.print(f"{line}: more would take more than {EVALUATING_PART:.0%} of the time")
     return run.with_settings(*fixed, *_planned(run, clock.costs, left, console))
-
-
-def _bounded(count: int, batches: float, at_once: int) -> int:
-    """Return how many of ``count`` rows or tokens so many batches hold, at least those of one batch."""
-    return min(count, max(1, int(batches)) * at_once)
 
 
 def _planned(run: Run, costs: Costs, left: float, console: Console) -> list[str]:
@@ -161,21 +161,21 @@ def _planned(run: Run, costs: Costs, left: float, console: Console) -> list[str]
     """
     assert run.minutes is not None
     needed = costs.seconds(run, 1)
+    short = (
+        f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
+        "sample and report takes about"
+    )
     if needed - left > max(SLACK_SECONDS, SLACK_PART * run.minutes * 60):
         enough = math.ceil(2 * (needed + run.minutes * 60 - left) / 60)
         raise ValueError(
-            f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
-            f"sample and report takes about {needed / 60:.1f} minutes, after {run.minutes - left / 60:.1f} in which "
-            f"kernels were built, texts read and times measured. Nothing was trained. Try minutes={enough}, or fewer "
-            "evaluation.rows, evaluation.final_rows, sample.tokens and rows in a batch."
+            f"{short} {needed / 60:.1f} minutes, after {run.minutes - left / 60:.1f} in which kernels were built, "
+            f"texts read and times measured. Nothing was trained. Try minutes={enough}, or fewer evaluation.rows, "
+            "evaluation.final_rows, sample.tokens and rows in a batch."
         )
     steps = most_steps(run, costs, left)
     minutes = costs.seconds(run, steps) / 60
     if minutes * 60 > left:
-        console.print(
-            f"minutes={run.minutes:g} is too short for this run: a single step with its held-out losses, checkpoint, "
-            f"sample and report takes about {minutes:.1f} more minutes. It is trained for that one"
-        )
+        console.print(f"{short} {minutes:.1f} more minutes. It is trained for that one")
     elif run.follows_clock:
         console.print(f"about {steps} steps fit; their number is fixed when the learning rate has to fall")
     else:
@@ -196,34 +196,25 @@ def _step_seconds(
     """
     device, full = next(model.parameters()).device, run.schedule.first_full_step
     captured = CapturedGradients(model, run.precision) if run.capture else None
-    optimizer = build_optimizer(model, run.optimizer)
+    optimizer = build_optimizer(model, run.optimizer)  # with a learning rate of 0
     step = Step(model, optimizer, run.optimizer.clip, run.precision, ranks=ranks, captured=captured)
 
     def one_step(batch: Batch, parts: int = run.gradient_accumulation_steps) -> None:
         step.start(split_batch(batch, parts, device, ranks), learning_rate=0.0).wait()
 
+    seconds: list[float] = []
     if not run.compile:  # a compiler would compile the model for batches of one row too
         first = batches.batch(full)
         fullest = int((first.targets != IGNORED).sum(1).argmax())
         row = Batch(*(x[fullest : fullest + 1] for x in (first.tokens, first.targets, first.segment_ids)))
         estimate = len(first.tokens) * _warm(lambda: one_step(row, 1), clock)
         if ranks.broadcast(estimate > limit):
-            model.zero_grad(set_to_none=True)
-            return estimate
-    seconds: list[float] = []
-    while len(seconds) < WARMUP_STEPS + TIMED_STEPS and (not seconds or ranks.broadcast(sum(seconds) < limit)):
-        seconds.append(_timed(lambda: one_step(batches.batch(full + len(seconds))), clock))
+            seconds.append(estimate)
+    if not seconds:
+        while len(seconds) < WARMUP_STEPS + TIMED_STEPS and (not seconds or ranks.broadcast(sum(seconds) < limit)):
+            seconds.append(_timed(lambda: one_step(batches.batch(full + len(seconds))), clock))
     model.zero_grad(set_to_none=True)
     return statistics.median(seconds[WARMUP_STEPS:]) if len(seconds) > WARMUP_STEPS else min(seconds)
-
-
-def _token_seconds(run: Run, model: LanguageModel, data: RunData, ranks: Ranks, clock: RunClock) -> float:
-    """Return the seconds per token of the sample; 0 with several ranks, which cannot generate from a sharded model."""
-    count = min(_SAMPLED, run.sample.tokens)
-    if not count or ranks.world > 1:
-        return 0.0
-    short = replace(run, sample=replace(run.sample, tokens=count))
-    return _warm(lambda: sample_text(short, model, data.tokenizer, data.prompt), clock) / count
 
 
 def most_steps(run: Run, costs: Costs, left: float) -> int:

@@ -1,11 +1,9 @@
 """Loss and gradients of a part of a batch as one CUDA graph for each shape, which later parts replay.
 
 The first part of a shape is computed as without a graph, which compiles kernels. The second is computed once more from
-the graph's buffers, without its documents, and captured; the others replay. A replay reads tokens, targets, weight and
-what ``Segments.shared`` built from the documents from buffers that are filled before it. While the step is captured,
-the documents cannot be read and nothing can be copied to the device: a replay depends on nothing else of a batch.
-
-A graph serves every batch whose layout has tensors of the same shapes, and is the same in all else.
+the graph's buffers, without its documents, and captured; the others replay. A replay depends on nothing of a batch but
+tokens, targets, weight and what ``Segments.shared`` built from the documents, which are in buffers that are filled
+before it. A graph serves every batch whose layout has tensors of the same shapes, and is the same in all else.
 """
 
 from __future__ import annotations
@@ -58,15 +56,14 @@ class CapturedGradients:
     def __call__(self, parts: Sequence[BatchPart]) -> Tensor:
         """Replace the parameters' gradients by those of the parts, and return their loss, () float64 on the device.
 
-        If the memory does not suffice for several graphs, there is one from then on. RuntimeError: a step of this model
-        and shape cannot be captured. OutOfMemoryError: the memory does not suffice for one graph.
+        RuntimeError: a step of this model and shape cannot be captured. OutOfMemoryError: the memory does not suffice.
         """
         try:
             return self._sum(parts)
         except torch.OutOfMemoryError:
             if self._most == 1:
                 raise
-        self._most = 1  # here, as the error keeps activations
+        self._most = 1  # from now on; here, as the error keeps activations
         self._drop()
         return self._sum(parts)
 

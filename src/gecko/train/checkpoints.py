@@ -74,8 +74,8 @@ _NOT_FOR_SPACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno
 def write_checkpoint(folder: Path, step: int, write_files: Callable[[Path], None]) -> Path:
     """Create the checkpoint ``folder/step-N`` from the files that ``write_files(temporary_folder)`` writes.
 
-    At any time ``step-N`` is complete or absent: its files and their manifest are flushed to disk in the temporary
-    folder, which is then renamed. Raise OSError with advice if they cannot be written.
+    At any time ``step-N`` is complete or absent: files and manifest are flushed to disk before the folder is renamed.
+    Raise OSError with advice if they cannot be written.
     """
     try:
         partial = begin_checkpoint(folder, step)
@@ -137,13 +137,13 @@ def keep_newest(folder: Path, step: int, keep: int, keep_every: int | None = Non
     """
     written = list_checkpoints(folder)
     later = [path for path in written if checkpoint_step(path) > step]
-    candidates = [path for path in written if checkpoint_step(path) <= step]
+    candidates = written[len(later) :]
     chosen = lowest_loss(candidates) if candidates else None
     earlier = [path for path in candidates[keep:] if path != chosen]
-    diverged = [(path.name.removeprefix(_DIVERGED), path) for path in folder.glob(f"{_DIVERGED}*")]
-    passed = [path for of_step, path in diverged if of_step.isdigit() and int(of_step) < step]
     old = [path for path in earlier if keep_every is None or checkpoint_step(path) % keep_every]
-    for path in [*later, *passed, *old]:
+    diverged = [(path.name.removeprefix(_DIVERGED), path) for path in folder.glob(f"{_DIVERGED}*")]
+    old += [path for of_step, path in diverged if of_step.isdigit() and int(of_step) < step]
+    for path in [*later, *old]:
         # Rename first: an interrupted removal must not leave a checkpoint that looks complete.
         doomed = path.rename(folder / f"{_UNFINISHED}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -154,7 +154,7 @@ def set_aside(folder: Path, step: int) -> str:
     return how to go on after a session that ended in skipped steps."""
     written = list_checkpoints(folder)
     bad = [path for path in written if checkpoint_step(path) >= step]
-    good = next((path for path in written if path not in bad and find_fault(path) is None), None)
+    good = next((path for path in written[len(bad) :] if find_fault(path) is None), None)
     if good is None and bad:
         return (
             f"start again in another folder with output=: {bad[0].name} has the weights that these steps began with; "
@@ -162,14 +162,14 @@ def set_aside(folder: Path, step: int) -> str:
         )
     if good is None:
         return "continue with --resume, which starts at the beginning: there is no checkpoint yet."
-    on = f"continue with --resume, which goes on from {good.name}"
-    if not bad:
-        return f"{on}; it is untouched."
-    aside = [folder / path.name.replace(PREFIX, _DIVERGED) for path in bad]
-    for path, kept in zip(bad, aside, strict=True):
+    on, aside = f"continue with --resume, which goes on from {good.name}", list[str]()
+    for path in bad:
+        kept = folder / path.name.replace(PREFIX, _DIVERGED)
         shutil.rmtree(kept, ignore_errors=True)  # of an earlier divergence at this step
-        path.rename(kept)
-    return f"{on}. The weights that these steps began with are in {', '.join(map(str, aside))}."
+        aside.append(str(path.rename(kept)))
+    if not aside:
+        return f"{on}; it is untouched."
+    return f"{on}. The weights that these steps began with are in {', '.join(aside)}."
 
 
 def latest_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Path | None:
@@ -220,10 +220,10 @@ def write_failure(folder: Path, step: int, error: BaseException) -> OSError:
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write the model of a checkpoint to ``folder`` as one ``model.safetensors``; ``load_any`` reads the folder.
+    """Write the model of a checkpoint to ``folder`` as one ``model.safetensors``, by one process.
 
-    One process calls it. ``folder`` may be the checkpoint itself: its manifest then lists the new file, and nothing is
-    written if the file exists already. Raise OSError if writing fails.
+    ``folder`` may be the checkpoint itself: its manifest then lists the new file, unless it has one. OSError: writing
+    fails.
     """
     if folder == checkpoint and WEIGHTS in read_manifest(checkpoint):
         return
@@ -260,8 +260,8 @@ def write_average(checkpoints: Sequence[Path], folder: Path) -> None:
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """Planner of one run's saves: the first gathers and divides the ranks' plans of who writes which part of which
-    tensor; later ones compare their own part with it and exchange nothing if it is the same."""
+    """Planner of one run's saves: the first gathers and divides the ranks' plans of who writes what; later ones compare
+    their own part with it and exchange nothing if it is the same."""
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
@@ -275,9 +275,6 @@ class CachedPlanner(DefaultSavePlanner):
 
 
 T = TypeVar("T")
-
-_SLICE = 1.0
-"""Seconds between two calls of ``beat``."""
 
 
 class Checkpointer:
@@ -319,18 +316,17 @@ class Checkpointer:
         random = random_state()
         tensors = training_tensors(model, optimizer) | ({} if self._carried is None else self._carried.tensors())
         # They are copied to the host memory of the last save before this returns.
-        shards = async_save(
+        shards: Any = async_save(
             tensors, storage_writer=HuggingFaceStorageWriter(str(partial / SHARDS), save_distributed=True),
             planner=self._planner, process_group=self._group, async_stager=self._stager,
         )  # fmt: skip
-        assert isinstance(shards, Future)
         self._writing = self._executor.submit(self._complete, partial, shards, position, random)
 
     def wait(self) -> None:
         """Wait until all ranks have written the last save to disk. Raise OSError if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            while not wait([writing], _SLICE).done:
+            while not wait([writing], timeout=1.0).done:
                 self._beat()
             self.ranks.run_or_abort_all(writing.result)
 
@@ -339,16 +335,18 @@ class Checkpointer:
 
         Several ranks do so after the save in progress; if that fails, nothing is removed.
         """
-        if self.ranks.world == 1:
-            self._drop_after(None, step)
-        else:
-            self._writing = self._executor.submit(self._drop_after, self._writing, step)
+        saving = self._writing
 
-    def _drop_after(self, saving: Future[None] | None, step: int) -> None:
-        if saving is not None:
-            saving.result()
-        if self.ranks.is_main:
-            keep_newest(self.folder, step, self.run.checkpoint.keep, self.run.checkpoint.keep_every)
+        def drop() -> None:
+            if saving is not None:
+                saving.result()
+            if self.ranks.is_main:
+                keep_newest(self.folder, step, self.run.checkpoint.keep, self.run.checkpoint.keep_every)
+
+        if self.ranks.world == 1:
+            drop()
+        else:
+            self._writing = self._executor.submit(drop)
 
     @property
     def failed(self) -> bool:
@@ -405,10 +403,11 @@ class Checkpointer:
 
 
 def lowest_loss(checkpoints: list[Path]) -> Path:
-    """Return the checkpoint with the lowest mean training loss over its last steps; the newest of equal ones.
+    """Return the checkpoint with the lowest mean training loss over its last steps; the newest of equal ones, which is
+    the first.
 
     If the loss jumps to higher finite values that ``SpikeRule`` accepts after a while, the checkpoint before the jump
-    is so kept until the loss is as low again. ``checkpoints`` has the newest first, and at least one.
+    is so kept until the loss is as low again.
     """
 
     def recent_loss(checkpoint: Path) -> float:

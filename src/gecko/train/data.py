@@ -6,15 +6,14 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 
 from gecko.data import (
@@ -54,10 +53,10 @@ class RunData:
     tokenizer: Tokenizer
     rows: Callable[[range], Batch]
     """Returns the training rows of the given indices."""
-    final_of: Callable[[int], HeldOut]
-    """Returns at most so many rows for the held-out loss of the finished model."""
-    evaluation: EvaluationSettings
-    """Numbers of rows."""
+    final: HeldOut
+    """Rows for the held-out loss of the finished model."""
+    held_out: HeldOut
+    """Rows for the held-out losses during training, some of ``final``."""
     record: DataRecord
     """Record that each checkpoint gets."""
     prompt: SamplePrompt
@@ -65,33 +64,20 @@ class RunData:
     chat_template: str | None = None
     """Chat template that each checkpoint gets; None: only what lies beside the tokenizer."""
 
-    def __post_init__(self) -> None:
-        _ = self.held_out  # too small a corpus is an error here
-
-    @cached_property
-    def final(self) -> HeldOut:
-        """Rows for the held-out loss of the finished model."""
-        return self.final_of(self.evaluation.final_rows)
-
-    @cached_property
-    def held_out(self) -> HeldOut:
-        """Rows for the held-out losses during training."""
-        return self.final.spread(self.evaluation.rows)
-
-    @property
-    def prompt_end(self) -> str:
-        """Text between prompt and sample in the sample's file."""
-        return "" if self.chat_template is None else "\n\n"
+    def evaluated_by(self, evaluation: EvaluationSettings) -> RunData:
+        """Return the data with at most as many held-out rows as ``evaluation`` says."""
+        final = self.final.first(evaluation.final_rows)
+        return replace(self, final=final, held_out=final.spread(evaluation.rows))
 
 
-def load_data(
-    run: Run, ranks: Ranks, console: Console, layout: int = ROW_LAYOUT, started: datetime | None = None
-) -> RunData:
+def load_data(run: Run, ranks: Ranks, console: Console, checkpoint: Path | None = None) -> RunData:
     """Read, tokenize and split the run's source. Each rank tokenizes a share of the texts, and gets all of them.
 
-    ``layout`` is the row layout that the run started with, and ``started`` the time. All ranks call it together. The
-    first raises ValueError if the source is too small or the tokenizer does not fit the model; all others SystemExit.
+    Rows and the time of the start are those that the run of ``checkpoint`` was begun with; None: the run is new. All
+    ranks call it together. The first raises ValueError if the source is too small, the tokenizer does not fit the
+    model, or a newer version wrote the checkpoint; all others SystemExit.
     """
+    layout, started = ranks.main(lambda: (row_layout(checkpoint), run_start(checkpoint)))
     if run.data.format == "chat":
         return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, layout, started))
     settings = run.data
@@ -100,77 +86,70 @@ def load_data(
         run.batch_size if settings.carry_state else None,
     )  # fmt: skip
 
-    def read() -> tuple[_Given, dict[str, Any]]:
-        given = settings.source, settings.sources, _load_tokenizer(run, console, layout), request
-        return given, read_sources(*given, validation=settings.validation)
+    def opened() -> RunData:
+        data = open_training_data(*given, validation=settings.validation, corpora=corpora)
+        console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
+        of = f" of {settings.validation}"
+        if settings.validation is None:
+            of = f", {data.held_out_tokens / (data.tokens + data.held_out_tokens):.2%} of all"
+            of += f"; {data.divided:,} of them the end of a document that is trained on" if data.divided else ""
+        console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens{of}")
+        rows, length = run.evaluation.final_rows, run.sequence_length
+        final = HeldOut.of(data.held_out(rows * length + 1), rows, length, _rows_at_once(run, ranks), tokenizer)
+        text = run.sample.prompt
+        if text is None:
+            # The first one to three words, with the space after them.
+            words = re.match(r"\s*((?:\S{1,30}\s+){1,3})", tokenizer.decode(final.rows.tokens[0, :100].tolist()))
+            text = "The " if words is None else words[1]
+        prompt = SamplePrompt(text, document_ids(tokenizer, text), frozenset({tokenizer.document_end}))
+        training, record = partial(batch_of, data.loader(run.batch_size).rows), DataRecord(data.digest, layout)
+        return RunData(tokenizer, training, final, final.spread(run.evaluation.rows), record, prompt)
 
     with console.status(f"reading {', '.join(settings.sources) or settings.source}"):
-        given, corpora = ranks.run_or_abort_all(read)
+        tokenizer = ranks.run_or_abort_all(lambda: _load_tokenizer(run, console, layout))
+        given = settings.source, settings.sources, tokenizer, request
+        corpora: dict[str, Any]
+        corpora = ranks.run_or_abort_all(lambda: read_sources(*given, validation=settings.validation))
         for name, found in corpora.items():
             if isinstance(found, CorpusShare):
                 corpora[name] = whole_corpus(name, found, ranks)
-        return ranks.run_or_abort_all(lambda: _run_data(run, given, corpora, ranks, console, layout))
+        return ranks.run_or_abort_all(opened)
 
 
-_Given = tuple[str, tuple[str, ...], Tokenizer, DataRequest]
+def _rows_at_once(run: Run, ranks: Ranks) -> int:
+    return run.rows_per_rank(ranks.data_ranks) // run.gradient_accumulation_steps
 
 
 def _load_tokenizer(run: Run, console: Console, layout: int) -> Tokenizer:
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    """Load the run's tokenizer, and check that it fits the model and keeps the texts."""
+    settings, tokenizer = run.data, load_tokenizer(run.data.tokenizer)
     check_vocabulary(tokenizer, run.model.vocab_size)
     if 2 * tokenizer.vocab_size < run.model.vocab_size:
         console.print(
-            f"the model has {run.model.vocab_size:,} ids, of which the tokenizer {run.data.tokenizer!r} uses "
+            f"the model has {run.model.vocab_size:,} ids, of which the tokenizer {settings.tokenizer!r} uses "
             f"{tokenizer.vocab_size:,}: name the tokenizer with data.tokenizer, or set "
             f"model.vocab_size={-(-tokenizer.vocab_size // 8) * 8}"
         )
-    if layout == ROW_LAYOUT and not isinstance(tokenizer, ByteTokenizer):
-        _report_loss(run, tokenizer, console)  # runs of earlier versions continue with what they began with
-    return tokenizer
-
-
-def _report_loss(run: Run, tokenizer: Tokenizer, console: Console) -> None:
-    """Check that the tokenizer keeps the texts; those of shards were checked when they were tokenized."""
-    settings = run.data
+    if layout != ROW_LAYOUT or isinstance(tokenizer, ByteTokenizer):
+        return tokenizer  # runs of earlier versions continue with what they began with
     names = [parse_source(item)[0] for item in settings.sources] or [settings.source]
     for name in [*names, settings.validation]:
-        if name is None or is_shard_folder(name):
+        if name is None or is_shard_folder(name):  # shards were checked when they were tokenized
             continue
         texts: Iterable[str] = (turn.content for _, chat in read_chats(name) for turn in chat.turns)
         if settings.format == "text":
             texts = sample_texts(find_sources(name, field=settings.field)[0][1], SAMPLE)
         if told := check_loss(tokenizer, texts, allowed=settings.allow_loss):
             console.print(f"{name}: {told}")
+    return tokenizer
 
 
-def _run_data(run: Run, given: _Given, corpora: dict[str, Any], ranks: Ranks, console: Console, layout: int) -> RunData:
-    settings, tokenizer = run.data, given[2]
-    data = open_training_data(*given, validation=settings.validation, corpora=corpora)
-    console.print(f"training: {data.documents:,} documents, {data.tokens:,} tokens of {data.name}")
-    of = f" of {settings.validation}"
-    if settings.validation is None:
-        of = f", {data.held_out_tokens / (data.tokens + data.held_out_tokens):.2%} of all"
-        of += f"; {data.divided:,} of them the end of a document that is trained on" if data.divided else ""
-    console.print(f"held out: {data.held_out_documents:,} documents, {data.held_out_tokens:,} tokens{of}")
-    at_once = run.rows_per_rank(ranks.data_ranks) // run.gradient_accumulation_steps
-
-    def final_of(rows: int) -> HeldOut:
-        return HeldOut.of(data.held_out(rows * run.sequence_length + 1), rows, run.sequence_length, at_once, tokenizer)
-
-    text = run.sample.prompt
-    if text is None:
-        # The first one to three words, with the space after them.
-        words = re.match(r"\s*((?:\S{1,30}\s+){1,3})", tokenizer.decode(final_of(1).rows.tokens[0, :100].tolist()))
-        text = "The " if words is None else words[1]
-    prompt = SamplePrompt(text, document_ids(tokenizer, text), frozenset({tokenizer.document_end}))
-    training, record = partial(batch_of, data.loader(run.batch_size).rows), DataRecord(data.digest, layout)
-    return RunData(tokenizer, training, final_of, run.evaluation, record, prompt)
-
-
-def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: datetime | None) -> RunData:
+def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: datetime) -> RunData:
     """Read, tokenize and split chats. Rows hold whole chats; the loss is on the assistant's answers."""
-    tokenizer = _load_tokenizer(run, console, layout)
-    chat_format = tuning_format(tokenizer, _template_folder(run), started)
+    tokenizer, folder = _load_tokenizer(run, console, layout), run.tokenizer_folder
+    if run.init_from is not None and not (folder / TEMPLATE).is_file():  # else the one the run was begun with
+        folder = model_folder(run.init_from)
+    chat_format = tuning_format(tokenizer, folder, started)
     training, held_out, digest, divided = _split_chats(run, chat_format, console, layout)
     console.print(
         f"training: {len(training):,} chats, {training.num_tokens:,} tokens, of which {training.trained_tokens:,} are "
@@ -186,26 +165,14 @@ def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: 
             f"one batch takes {run.batch_size} rows, and the chats fill {rows.rows_per_epoch} rows of "
             f"{run.sequence_length} tokens. Give more chats, or set batch_size={rows.rows_per_epoch}."
         )
-    at_once = run.rows_per_rank(ranks.data_ranks) // run.gradient_accumulation_steps
-
-    def final_of(rows: int) -> HeldOut:
-        return HeldOut.of_chats(held_out, rows, run.sequence_length, at_once, tokenizer)
-
-    text = run.sample.prompt or "Hello."
+    at_once, text = _rows_at_once(run, ranks), run.sample.prompt or "Hello."
+    final = HeldOut.of_chats(held_out, run.evaluation.final_rows, run.sequence_length, at_once, tokenizer)
     ids = torch.tensor(chat_format.encode([Turn("user", text)]), device="cpu")
     return RunData(
-        tokenizer, partial(batch_of, rows), final_of, run.evaluation,
-        DataRecord(digest, layout, None if started is None else started.isoformat()),
-        SamplePrompt(text, ids, chat_format.stop_ids), chat_format.text,
+        tokenizer, partial(batch_of, rows), final, final.spread(run.evaluation.rows),
+        DataRecord(digest, layout, started.isoformat()), SamplePrompt(text, ids, chat_format.stop_ids, "\n\n"),
+        chat_format.text,
     )  # fmt: skip
-
-
-def _template_folder(run: Run) -> Path:
-    """Return the folder with the template that the run was begun with, else that of the model it starts from."""
-    own = run.tokenizer_folder
-    if (own / TEMPLATE).is_file() or run.init_from is None:
-        return own
-    return model_folder(run.init_from)
 
 
 def _split_chats(
@@ -218,15 +185,14 @@ def _split_chats(
         if is_shard_folder(source):
             raise ValueError(f"data.format=chat takes JSON Lines of chats; {source} is a folder of token shards.")
     with console.status(f"reading {settings.source}"):
-        whole = load_chats(settings.source, chat_format)
-        corpora = [whole]
+        corpora = [load_chats(settings.source, chat_format)]
         if settings.validation is None:
-            parts = whole if layout < 3 else whole.cut(room)
+            parts = corpora[0] if layout < 3 else corpora[0].cut(room)
             training, held_out = parts.split(settings.validation_fraction, run.seed, layout)
         else:
             check_apart(settings.validation, [settings.source])
-            training, held_out = whole, load_chats(settings.validation, chat_format)
-            corpora.append(held_out)
+            corpora.append(load_chats(settings.validation, chat_format))
+            training, held_out = corpora
     lengths = [len(tokens) for corpus in corpora for tokens in corpus.tokens]
     if long := sum(length > room for length in lengths):
         console.print(
@@ -277,10 +243,8 @@ class Prefetcher:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, step: int) -> Batch:
-        batch = batch_of_step(self._run, self._rows, step, self._ranks)
-        if not self._pinned:
-            return batch
-        return Batch(batch.tokens.pin_memory(), batch.targets.pin_memory(), batch.segment_ids)
+        made = batch_of_step(self._run, self._rows, step, self._ranks)
+        return Batch(made.tokens.pin_memory(), made.targets.pin_memory(), made.segment_ids) if self._pinned else made
 
 
 def replayed(run: Run, step: int) -> Iterator[str]:
@@ -294,13 +258,12 @@ def replayed(run: Run, step: int) -> Iterator[str]:
     if run.steps is not None and step > run.steps:
         raise ValueError(f"the run has {run.steps} steps; got {step}. Set steps= to look beyond its end.")
     newest = next(iter(list_checkpoints(run.checkpoints_folder)), None)
-    data = load_data(run, Ranks(), Console(quiet=True), row_layout(newest), run_start(newest))
+    data = load_data(run, Ranks(), Console(quiet=True), newest)
     batch = batch_of_step(run, data.rows, step - 1, Ranks())
     borders = data.tokenizer.document_start, data.tokenizer.document_end
     yield f"step {step}: {len(batch.tokens)} rows of {batch.tokens.shape[1]} tokens, {batch.scored_tokens} targets"
-    for number, (tokens, targets, segments) in enumerate(
-        zip(batch.tokens, batch.targets, batch.segment_ids, strict=True)
-    ):
+    columns = zip(batch.tokens, batch.targets, batch.segment_ids, strict=True)
+    for number, (tokens, targets, segments) in enumerate(columns):
         yield f"row {number}: {int((targets != IGNORED).sum())} targets"
         for segment in segments.unique_consecutive().tolist():
             here = torch.nonzero(segments == segment).flatten()
@@ -315,7 +278,18 @@ def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorp
     rank needs no second copy. ValueError: the ranks have different texts or tokenizers, or no text has tokens.
     """
     found = ranks.gather((share.texts, [part.lengths for part in share.parts]))
-    ranks.run_or_abort_all(lambda: _check_same_texts(source, found))
+    other = [rank for rank, (texts, _) in enumerate(found) if texts != found[0][0]]
+
+    def check() -> None:
+        if other:
+            raise ValueError(
+                f"all ranks must read the same texts from {source!r} and have the same tokenizer; rank {other[0]} has "
+                "other ones than rank 0. Give every node the same files, or use a folder that all share."
+            )
+        if not any(len(lengths) for _, batches in found for lengths in batches):
+            raise ValueError(f"{source!r} must hold at least one document with text; got none.")
+
+    ranks.run_or_abort_all(check)
     # Batch b of the corpus is number b // world of rank b % world.
     places = [divmod(batch, ranks.world) for batch in range(sum(len(lengths) for _, lengths in found))]
     batches = [found[rank][1][number] for number, rank in places]
@@ -329,18 +303,3 @@ def whole_corpus(source: str, share: CorpusShare, ranks: Ranks) -> TokenizedCorp
         ranks.broadcast_into(torch.from_numpy(ids.view(np.uint8)), rank)
         begin += len(ids)
     return TokenizedCorpus.of_whole(tokens, lengths)
-
-
-def _check_same_texts(source: str, found: list[tuple[str, list[NDArray[np.int64]]]]) -> None:
-    """Raise ValueError unless all ranks have the same texts and tokenizer, and one has a document.
-
-    ``found`` has the digest of each rank's texts and tokenizer, and the lengths of the documents of its batches.
-    """
-    other = [rank for rank, (texts, _) in enumerate(found) if texts != found[0][0]]
-    if other:
-        raise ValueError(
-            f"all ranks must read the same texts from {source!r} and have the same tokenizer; rank {other[0]} has "
-            "other ones than rank 0. Give every node the same files, or use a folder that all share."
-        )
-    if not any(len(lengths) for _, batches in found for lengths in batches):
-        raise ValueError(f"{source!r} must hold at least one document with text; got none.")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -42,8 +41,7 @@ class HeldOut:
         cls, corpus: TokenizedCorpus, rows: int, sequence_length: int, batch_size: int, tokenizer: Tokenizer
     ) -> HeldOut:
         """Return at most ``rows`` rows from the corpus's start. All tokens except documents' first are targets once."""
-        head = corpus.head(rows * sequence_length + 1)
-        (joined,) = validation_batches(head, rows, sequence_length)
+        (joined,) = validation_batches(corpus.head(rows * sequence_length + 1), rows, sequence_length)
         return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 
     @classmethod
@@ -56,25 +54,18 @@ class HeldOut:
         joined = Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True)))
         return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 
+    def first(self, rows: int) -> HeldOut:
+        """Return the first ``rows`` rows, or all."""
+        return self._only(torch.arange(min(rows, len(self.rows.tokens)), device="cpu"))
+
     def spread(self, rows: int) -> HeldOut:
         """Return ``rows`` evenly spaced rows, because neighbouring rows are often parts of one document."""
         available = len(self.rows.tokens)
-        chosen = torch.arange(min(rows, available), device="cpu") * available // min(rows, available)
+        return self._only(torch.arange(min(rows, available), device="cpu") * available // min(rows, available))
+
+    def _only(self, chosen: Tensor) -> HeldOut:
         kept = Batch(self.rows.tokens[chosen], self.rows.targets[chosen], self.rows.segment_ids[chosen])
         return HeldOut(kept, self.batch_size, self.row_bytes[chosen])
-
-    def batches(self, device: torch.device, ranks: Ranks = ALONE) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield this rank's tokens, targets and segment ids on ``device``; each at most (``batch_size``, T).
-
-        All ranks get the same number of batches. If the rows cannot be divided evenly, rows without targets are added.
-        """
-        missing = -len(self.rows.tokens) % (self.batch_size * ranks.data_ranks) if ranks.world > 1 else 0
-        fills = ((self.rows.tokens, 0), (self.rows.targets, IGNORED), (self.rows.segment_ids, 0))
-        padded = [nn.functional.pad(column, (0, 0, 0, missing), value=value) for column, value in fills]
-        pieces = list(zip(*(column.split(self.batch_size) for column in padded), strict=True))
-        here = ranks.columns(self.rows.tokens.shape[1])
-        for tokens, targets, segment_ids in pieces[ranks.data_rank :: ranks.data_ranks]:
-            yield tokens[:, here].to(device), targets[:, here].to(device), segment_ids[:, here].to(device)
 
 
 @dataclass(frozen=True)
@@ -111,23 +102,25 @@ def evaluate(
     Ranks that gather a model's matrices in bfloat16 for training have no others, and compute with those.
     ``beat()`` is called before each batch.
     """
-    device = next(model.parameters()).device
-    length = held_out.rows.targets.shape[1]
-    rows, at_once = len(held_out.rows.targets), held_out.batch_size
+    device, length, at_once = next(model.parameters()).device, held_out.rows.targets.shape[1], held_out.batch_size
+    rows, every, here = len(held_out.rows.targets), at_once * ranks.data_ranks, ranks.columns(length)
+    # All ranks compute as many batches. If the rows cannot be divided evenly, rows without targets are added.
+    missing = -rows % every if ranks.world > 1 else 0
+    fills = ((held_out.rows.tokens, 0), (held_out.rows.targets, IGNORED), (held_out.rows.segment_ids, 0))
+    columns = [nn.functional.pad(column[:, here], (0, 0, 0, missing), value=value) for column, value in fills]
     by_position = torch.zeros(2, length, dtype=torch.float64, device=device)
-    by_row = torch.zeros(2, rows + at_once * ranks.data_ranks, dtype=torch.float64, device=device)
+    by_row = torch.zeros(2, rows + missing, dtype=torch.float64, device=device)
     used: Precision = precision if ranks.world > 1 else "float32"
     was_training = model.training
     model.eval()
-    here = ranks.columns(length)
-    batches = zip(count(ranks.data_rank, ranks.data_ranks), held_out.batches(device, ranks), strict=False)
-    for place, (tokens, targets, segment_ids) in batches:
+    for first in range(ranks.data_rank * at_once, rows + missing, every):
         beat()
+        tokens, targets, segment_ids = (column[first : first + at_once].to(device) for column in columns)
         with without_float8(model, precision), autocast(used, device):
             losses, _ = model.token_losses(tokens, targets, segment_ids, context=ranks.context)
         found = torch.stack([losses.double(), (targets != IGNORED).double()])
         by_position[:, here] += found.sum(dim=1)
-        by_row[:, place * at_once : place * at_once + len(targets)] += found.sum(dim=2)
+        by_row[:, first : first + len(targets)] += found.sum(dim=2)
     release(model)
     model.train(was_training)
     by_position, by_row = ranks.sum(by_position.cpu()), ranks.sum(by_row[:, :rows].cpu())
@@ -144,11 +137,12 @@ def evaluate(
 
 @dataclass(frozen=True)
 class SamplePrompt:
-    """The sample's prompt, its tokens, and those that end the sample."""
+    """The sample's prompt, its tokens, those that end the sample, and the text between both in the sample's file."""
 
     text: str
     ids: Tensor
     stops: frozenset[int]
+    end: str = ""
 
 
 def sample_text(run: Run, model: LanguageModel, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:

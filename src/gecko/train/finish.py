@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -35,14 +37,13 @@ from gecko.parallel.mesh import Ranks
 from gecko.runtime.process import code_name, code_version, require
 from gecko.train.checkpoints import write_model
 from gecko.train.data import RunData
-from gecko.train.evaluate import Evaluation, HeldOut, evaluate, sample_text
+from gecko.train.evaluate import Evaluation, evaluate, sample_text
 from gecko.train.metrics import METRICS, read_metrics
 from gecko.train.run import Run
 from gecko.train.settings import flatten
 from gecko.train.throughput import describe_hardware
 
 RESULTS, SAMPLE, REPORT = "results.json", "sample.txt", "report.html"
-_BLUE = "#2a6f97"
 _FEW = 50
 """Number of points below which a line marks every point and is not smoothed."""
 _STEP_FIELDS = {"learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
@@ -55,19 +56,21 @@ def loss_curve(training: Sequence[Record], validation: Sequence[Record], marks: 
 
     ``marks`` names losses; lines show those within the range of the plot."""
     figure, axes = new_figure("optimizer step", "loss, nats per token")
-    points = _points(training, "loss")
+    points, held_out = _points(training, "loss"), _points(validation, "loss")
+    shown = np.concatenate([points, held_out])
     if len(points) < _FEW:
-        axes.plot(*_columns(points), **_line(points), label="training, each step")
+        axes.plot(*points.T, **_line(points), label="training, each step")
     else:
-        axes.plot(*_columns(points), color=LIGHT, linewidth=0.7, alpha=0.7, label="training, each step")
-        axes.plot(*_columns(smoothed(points)), **_line(points), label="training, smoothed")
-    held_out = _points(validation, "loss")
-    axes.plot(*_columns(held_out), color=DARK, linewidth=1.2, linestyle="--", marker="o", markersize=4,
-              label="held out")  # fmt: skip
-    # In a long run the first, high losses would flatten the rest of the curves.
-    shown = [*points, *held_out] if len(points) < _FEW else [*points[len(points) // 20 :], *held_out[-1:]]
-    fit(axes, [loss for _, loss in shown], 0.1)
-    _fit_steps(axes, [*points, *held_out])
+        axes.plot(*points.T, color=LIGHT, linewidth=0.7, alpha=0.7, label="training, each step")
+        width = len(points) // 50
+        groups = points[: len(points) // width * width].reshape(-1, width, 2)
+        smoothed = np.stack([groups[:, width // 2, 0], groups[:, :, 1].mean(axis=1)], axis=1)
+        axes.plot(*smoothed.T, **_line(smoothed), label="training, smoothed")
+        # In a long run the first, high losses would flatten the rest of the curves.
+        shown = np.concatenate([points[len(points) // 20 :], held_out[-1:]])
+    axes.plot(*held_out.T, color=DARK, linewidth=1.2, linestyle="--", marker="o", markersize=4, label="held out")
+    fit(axes, shown[:, 1].tolist(), 0.1)
+    _fit_steps(axes, np.concatenate([points, held_out]))
     low, high = axes.get_ylim()
     for loss, words in marks.items():
         if low < loss < high:
@@ -83,59 +86,34 @@ def step_curve(training: Sequence[Record], field: str, label: str) -> Any:
     The scale is logarithmic if the largest number is more than thirty times the median, as in a run with spikes.
     """
     points = _points(training, field)
-    if not points:
+    if not len(points):
         return None
     figure, axes = new_figure("optimizer step", label, height=2.5, width=3.2)
-    axes.plot(*_columns(points), **_line(points))
-    values = [value for _, value in points]
-    if min(values) > 0 and max(values) > 30 * statistics.median(values):
+    axes.plot(*points.T, **_line(points))
+    values = points[:, 1]
+    if values.min() > 0 and values.max() > 30 * np.median(values):
         axes.set_yscale("log")
     else:
-        axes.set_ylim(0, 1.1 * max(values))
+        axes.set_ylim(0, 1.1 * values.max())
     _fit_steps(axes, points)
     return figure
 
 
-def _points(records: Sequence[Record], field: str) -> list[tuple[float, float]]:
-    return [(record["step"], record[field]) for record in records if record.get(field) is not None]
+def _points(records: Sequence[Record], field: str) -> NDArray[np.float64]:
+    """Return step and value of the records that have one, (n, 2)."""
+    found = [(record["step"], record[field]) for record in records if record.get(field) is not None]
+    return np.array(found, dtype=np.float64).reshape(-1, 2)
 
 
-def _line(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _line(points: Sequence[Any] | NDArray[np.float64]) -> dict[str, Any]:
     """Return the style of the main line of a plot. Few points are marked, as one point alone would draw no line."""
-    return {"color": _BLUE, "linewidth": 1.6, "marker": "o" if len(points) < _FEW else "", "markersize": 4}
+    return {"color": "#2a6f97", "linewidth": 1.6, "marker": "o" if len(points) < _FEW else "", "markersize": 4}
 
 
-def _fit_steps(axes: Any, points: Sequence[tuple[float, float]]) -> None:
+def _fit_steps(axes: Any, points: NDArray[np.float64]) -> None:
     """Fit the horizontal axis to whole steps, from 0 to a little after the last one."""
-    last = max((step for step, _ in points), default=1)
-    axes.set_xlim(0, 1.02 * last)
+    axes.set_xlim(0, 1.02 * points[:, 0].max(initial=1))
     axes.xaxis.set_major_locator(require("matplotlib.ticker", "train").MaxNLocator(nbins=6, integer=True))
-
-
-def loss_by_position(losses: Sequence[float | None], bin_width: int, chunk_size: int | None) -> Any:
-    """Plot held-out loss over the position in the row, with vertical lines at chunk borders if any."""
-    figure, axes = new_figure("position in the row, tokens", "held-out loss, nats per token")
-    length = len(losses) * bin_width
-    for border in [] if chunk_size is None else chunk_borders(length, chunk_size):
-        axes.axvline(border, color=MIDDLE, linewidth=0.8, linestyle=":")
-    values = [math.nan if loss is None else loss for loss in losses]
-    places = [(i + 0.5) * bin_width for i in range(len(values))]
-    axes.plot(places, values, **_line(list(zip(places, values, strict=True))))
-    # The first positions have little context, so their loss is high and would flatten the rest of the curve.
-    fit(axes, values[len(values) // 20 :], 0.05)
-    axes.set_xlim(0, length)
-    return figure
-
-
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the means of about fifty equal groups of points, each at the middle of its group."""
-    width = max(1, len(points) // 50)
-    groups = [points[start : start + width] for start in range(0, len(points) - width + 1, width)]
-    return [(group[len(group) // 2][0], sum(loss for _, loss in group) / width) for group in groups]
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def write_report(
@@ -175,26 +153,33 @@ def write_report(
 
 
 def _losses(run: Run, result: Evaluation, training: Sequence[Record], validation: Sequence[Record]) -> list[Section]:
-    chunk, borders = run.model.chunk_size, ""
-    if chunk is not None:
-        stride = border_stride(len(result.loss_by_position) * result.bin_width, chunk)
-        which = "chunk borders" if stride == 1 else f"every {stride}th chunk border"
-        borders = f"Dotted lines: {which}, {chunk} tokens per chunk. "
     smoothing = "" if len(_points(training, "loss")) < _FEW else "Smoothed: means over a fiftieth of the run. "
     # There may be fewer than ``evaluation.rows``.
     rows = max((len(record.get("row_losses", ())) for record in validation), default=0)
     by_step = (
         f"Loss in nats per token. {smoothing}Held out: the same {rows} rows each time, of documents not trained on."
     )
+    figure, axes = new_figure("position in the row, tokens", "held-out loss, nats per token")
+    length, borders = len(result.loss_by_position) * result.bin_width, ""
+    if (chunk := run.model.chunk_size) is not None:
+        for border in chunk_borders(length, chunk):
+            axes.axvline(border, color=MIDDLE, linewidth=0.8, linestyle=":")
+        stride = border_stride(length, chunk)
+        which = "chunk borders" if stride == 1 else f"every {stride}th chunk border"
+        borders = f"Dotted lines: {which}, {chunk} tokens per chunk. "
+    values = [math.nan if loss is None else loss for loss in result.loss_by_position]
+    axes.plot([(i + 0.5) * result.bin_width for i in range(len(values))], values, **_line(values))
+    # The first positions have little context, so their loss is high and would flatten the rest of the curve.
+    fit(axes, values[len(values) // 20 :], 0.05)
+    axes.set_xlim(0, length)
     by_position = (
         f"Held-out loss of the finished model, mean over {result.tokens:,} tokens in groups of {result.bin_width} "
         f"positions. {borders}The first positions, without context, may leave the frame."
     )
-    places = loss_by_position(result.loss_by_position, result.bin_width, chunk)
     marks = MARKS if run.data.tokenizer == "bytes" and run.data.format == "text" else {}
     return [
         Section("Loss", pictures=[Picture(loss_curve(training, validation, marks), by_step)]),
-        Section("Loss by position", pictures=[Picture(places, by_position)]),
+        Section("Loss by position", pictures=[Picture(figure, by_position)]),
     ]
 
 
@@ -224,7 +209,13 @@ def finish_run(
     The first rank also writes the model to one file, the results, a sample and the report. The path is None without
     matplotlib, and on all other ranks.
     """
-    result = _final_loss(run, model, data.final, ranks, console)
+    rows, at_once = len(data.final.rows.tokens), data.final.batch_size * ranks.data_ranks
+    console.print(f"computing the final held-out loss of {rows} rows")
+    columns = TextColumn("final held-out loss"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    # With a bar on a terminal, as it may take a tenth of the run's time.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=-(-rows // at_once))
+        result = evaluate(model, data.final, run.precision, ranks, lambda: bar.advance(task))
     if not ranks.is_main:
         return result, None
     if not checkpoint.is_dir():
@@ -254,22 +245,12 @@ def finish_run(
     return result, report
 
 
-def _final_loss(run: Run, model: LanguageModel, held_out: HeldOut, ranks: Ranks, console: Console) -> Evaluation:
-    """Return the held-out loss, with a bar on a terminal: it may take a tenth of the run's time."""
-    rows, at_once = len(held_out.rows.tokens), held_out.batch_size * ranks.data_ranks
-    console.print(f"computing the final held-out loss of {rows} rows")
-    columns = TextColumn("final held-out loss"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=-(-rows // at_once))
-        return evaluate(model, held_out, run.precision, ranks, lambda: bar.advance(task))
-
-
 def _sample(run: Run, model: LanguageModel, data: RunData, result: Evaluation, console: Console) -> str:
     """Return a sample of the model's text after the prompt; an empty text and a notice if numbers are not finite."""
     try:
         if not math.isfinite(result.loss):
             raise ValueError("the held-out loss is not finite")
-        return data.prompt_end + sample_text(run, model, data.tokenizer, data.prompt)
+        return data.prompt.end + sample_text(run, model, data.tokenizer, data.prompt)
     except ValueError as error:
         console.print(
             f"no sample: {error}\nThe model has diverged. Try a lower optimizer.learning_rate or a longer "

@@ -11,34 +11,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gecko.parallel.mesh import ALONE, Ranks
+from gecko.parallel.sharding import local
 from gecko.runtime.private import recorded_collectives
 from gecko.train.optimizer import named_parameters
-from gecko.train.state import TrainerState
 
 
 class NonFiniteError(RuntimeError):
     """Raised after too many skipped steps in a row."""
-
-
-def skip_failure(position: TrainerState, limit: int, cause: str, advice: str) -> NoReturn:
-    """Raise NonFiniteError for the last steps up to ``position``, all skipped, the last one for ``cause``."""
-    first = position.step - position.consecutive_skips + 1
-    raise NonFiniteError(
-        f"steps {first} to {position.step} were all skipped for their loss or gradient, and max_skips={limit}; the "
-        f"last: {cause}. Try a lower optimizer.learning_rate, a longer schedule.warmup or precision=float32, and "
-        f"{advice}"
-    )
 
 
 def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks = ALONE) -> str:
@@ -56,25 +45,23 @@ def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks
 
 def _find_in_step(model: nn.Module, compute: Callable[[], Tensor]) -> str | None:
     """Return a description of the first non-finite value on this rank, or None."""
-    outputs, gradients = list[str](), list[str]()
+    outputs, gradients, handles = list[str](), list[str](), list[Any]()
 
     def check_output(label: str, module: nn.Module, inputs: Any, output: Any) -> None:
         # A streaming state may hold -inf on purpose (an empty memory's log weight): only the first tensor counts.
-        first = _first_tensor(output)
-        if first is not None and not _is_finite(first):
+        if not _is_finite(_first_tensor(output)):
             outputs.append(label)
 
     def check_gradient(label: str, parameter: Tensor) -> None:
-        if parameter.grad is not None and not _is_finite(parameter.grad):
+        if not _is_finite(parameter.grad):
             gradients.append(label)
 
-    handles = list[Any]()
     for name, module in model.named_modules():
         label = f"the output of {name or 'the model'} ({type(module).__name__.removeprefix('FSDP')}) is not finite"
         handles.append(module.register_forward_hook(partial(check_output, label)))
     for name, parameter in named_parameters(model):
-        label = f"the gradient of {name} is not finite"
         hooked: Any = parameter  # the method has no annotations
+        label = f"the gradient of {name} is not finite"
         handles.append(hooked.register_post_accumulate_grad_hook(partial(check_gradient, label)))
     model.zero_grad(set_to_none=True)
     try:
@@ -105,20 +92,16 @@ def _first_tensor(output: Any) -> Tensor | None:
     return next((one for one in map(_first_tensor, parts) if one is not None), None)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor | None) -> bool:
     """Return whether all values are finite; of a sharded tensor, those of this rank's part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(torch.isfinite(local).all())
-
-
-_STDERR = 2
-"""File descriptor of stderr. The object ``sys.stderr`` may have been replaced by one that takes a lock."""
+    return tensor is None or bool(torch.isfinite(local(tensor)).all())
 
 
 def write_notice(signal: str, text: str) -> None:
-    """Write what a signal does to stderr. The console is not used, because the main thread may hold its lock."""
+    """Write what a signal does to stderr: not by the console, because the main thread may hold its lock, nor by
+    ``sys.stderr``, which may have been replaced by an object that takes one."""
     with contextlib.suppress(OSError):
-        os.write(_STDERR, f"\n{signal}: {text}\n".encode())
+        os.write(2, f"\n{signal}: {text}\n".encode())
 
 
 NOTICES = {
@@ -137,6 +120,7 @@ NOTICES = {
     ),
 }
 """What the first signal and a second Ctrl-C do, by phase of a run."""
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
@@ -148,25 +132,19 @@ class StopSignal:
 
     def __init__(self, notice: Callable[[str, bool], None] | None = None) -> None:
         self.requested: str | None = None
-        self._notice, self._interrupts = notice, 0
-        self._previous: dict[signal.Signals, object] = {}
-        self._arrivals: _Arrivals | None = None
+        self._notice, self._interrupts, self._stack = notice, 0, ExitStack()
 
     def __enter__(self) -> StopSignal:
         # Python lets only the main thread set handlers.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._request)
+            for number in _STOPS:
+                self._stack.callback(signal.signal, number, signal.signal(number, self._request))
             if self._notice is not None:
-                self._arrivals = _Arrivals(self._arrived)
+                self._stack.enter_context(_arrivals(self._arrived))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._arrivals is not None:
-            self._arrivals.close()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous.clear()
+        self._stack.close()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number).name
@@ -177,93 +155,75 @@ class StopSignal:
                 raise KeyboardInterrupt
 
     def _arrived(self, number: int) -> None:
-        if number in self._previous:
+        if number in _STOPS and self._notice is not None:
             self._interrupts += number == signal.SIGINT
-            assert self._notice is not None
             self._notice(signal.Signals(number).name, number == signal.SIGINT and self._interrupts > 1)
 
 
-class _Arrivals:
-    """Thread that calls ``arrived`` with the number of each signal as soon as the system delivers it."""
+@contextmanager
+def _arrivals(arrived: Callable[[int], None]) -> Iterator[None]:
+    """Context in which a thread calls ``arrived`` with the number of each signal as soon as the system delivers it."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
-    def __init__(self, arrived: Callable[[int], None]) -> None:
-        self._arrived = arrived
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._wait, name="signals", daemon=True)
-        self._thread.start()
+    def wait() -> None:
+        while number := os.read(read, 1):
+            arrived(number[0])
 
-    def _wait(self) -> None:
-        while number := os.read(self._read, 1):
-            self._arrived(number[0])
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._before)
-        os.close(self._write)
-        self._thread.join()
-        os.close(self._read)
+    thread = threading.Thread(target=wait, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write)
+        thread.join()
+        os.close(read)
 
 
 STACKS = "stacks"
-"""Folder in that of a run with the files of ``Watchdog``."""
+"""Folder in that of a run with the files of ``watchdog``."""
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 """Seconds between writing the stacks and the end. Once one rank ends, the others fail without a stack."""
 
 
-class Watchdog:
-    """Context that ends a process which makes no progress.
+@contextmanager
+def watchdog(folder: Path, rank: int, minutes: float | None) -> Iterator[Callable[[], None]]:
+    """Context that ends a process which makes no progress: which does not call what the context yields for ``minutes``.
 
-    Without a ``beat`` for ``minutes``, the stacks of all threads are written to ``folder/rank-N.txt``, and soon after
-    the process ends by SIGALRM. So do ranks that wait for a hanging one. One timer is a C thread and the other one the
-    kernel's, so neither needs the hanging interpreter. If that runs, a thread also writes the last collectives of the
-    rank to ``folder/flight-N``. Without ``minutes`` there is no watch.
+    Then the stacks of all threads are written to ``folder/rank-N.txt``, and soon after the process ends by SIGALRM. So
+    do ranks that wait for a hanging one. One timer is a C thread and the other one the kernel's, so neither needs the
+    hanging interpreter. If that runs, a thread also writes the last collectives of the rank to ``folder/flight-N``.
+    Without ``minutes`` there is no watch.
     """
+    if minutes is None:
+        yield lambda: None
+        return
+    seconds, end, last = minutes * 60, threading.Event(), [0.0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank-{rank:05d}.txt").open("a", encoding="utf-8") as file:
 
-    def __init__(self, folder: Path, rank: int, minutes: float | None) -> None:
-        self.path, self._flight = folder / f"rank-{rank:05d}.txt", folder / f"flight-{rank}"
-        self._seconds = None if minutes is None else minutes * 60
-        self._end = threading.Event()
+        def beat() -> None:
+            last[0] = time.monotonic()
+            faulthandler.dump_traceback_later(seconds, file=file)
+            signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
 
-    def beat(self) -> None:
-        """Report progress, which restarts the timers."""
-        if self._seconds is not None:
-            self._beaten = time.monotonic()
-            faulthandler.dump_traceback_later(self._seconds, file=self._file)
-            signal.setitimer(signal.ITIMER_REAL, self._seconds + GRACE_SECONDS)
+        def record() -> None:
+            while not end.wait(LOOK_SECONDS):
+                if time.monotonic() - last[0] > seconds:
+                    (folder / f"flight-{rank}").write_bytes(recorded_collectives())
+                    return
 
-    def __enter__(self) -> Watchdog:
-        if self._seconds is None:
-            return self
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
-        self.beat()
-        threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
-        return self
-
-    def _record(self) -> None:
-        """Write the last collectives once there was no beat for too long."""
-        while not self._end.wait(LOOK_SECONDS):
-            if self._seconds is not None and time.monotonic() - self._beaten > self._seconds:
-                self._flight.write_bytes(recorded_collectives())
-                return
-
-    def __exit__(self, *_: object) -> None:
-        if self._seconds is None:
-            return
-        self._end.set()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.cancel_dump_traceback_later()
-        self._file.close()
-
-
-def reported_hangs(folder: Path) -> list[Path]:
-    """Return the files with the stacks of ranks of an earlier session."""
-    return sorted(path for path in folder.glob("rank-*.txt") if path.stat().st_size)
-
-
-_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+        beat()
+        threading.Thread(target=record, name="flight recorder", daemon=True).start()
+        try:
+            yield beat
+        finally:
+            end.set()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
@@ -285,7 +245,7 @@ def launcher_watched() -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    if _STARTED_BY_TORCHRUN in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # which torchrun sets
         threading.Thread(target=watch, name="launcher", daemon=True).start()
     try:
         yield

@@ -13,12 +13,14 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from rich.console import Console
 
 from gecko.data.packing import ROW_LAYOUT
 from gecko.io.files import Record, as_lines, parse_object, read_lines, whole_file, write_text
@@ -35,17 +37,25 @@ Kind = Literal["train", "validation"]
 class MetricsWriter:
     """Appends records to ``metrics.jsonl``, TensorBoard and Weights & Biases.
 
-    If the run resumes at ``step``, records of later steps are removed first, so that each step occurs once. If ``step``
-    is None, a new file is started. Non-finite numbers are written as null.
+    If the run resumes at ``step``, records of later steps are removed first, so that each step occurs once, and a
+    warning tells which steps have none. If ``step`` is None, a new file is started. Non-finite numbers become null.
     """
 
     def __init__(
         self, folder: Path, step: int | None, wandb: str | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS
-        truncate_metrics(path, -1 if step is None else step)
-        self._path = path
+        self._path = path = folder / METRICS
+        if path.exists():
+            kept = [record for record in read_metrics(path) if step is not None and record["step"] <= step]
+            found = {record["step"] for record in kept if record["kind"] == "train"}
+            if missing := sorted(set(range(1, (step or 0) + 1)) - found):
+                warnings.warn(
+                    f"{path} has no numbers of {len(missing)} of the {step} steps so far, {missing[0]} to "
+                    f"{missing[-1]}: its curve has a hole there",
+                    stacklevel=2,
+                )
+            write_text(path, as_lines(kept))
         # Unbuffered: if a write fails, closing the file must not write the same bytes again.
         self._file = path.open("a+b", buffering=0)
         self._board = Board(folder / "tensorboard", 0 if step is None else step + 1)
@@ -69,12 +79,6 @@ class MetricsWriter:
         self._keep()
         with self._explained("the numbers of the last steps"):
             os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-        self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
     def _keep(self) -> None:
         """Go on in the file that has replaced ``metrics.jsonl``; if that was deleted, write it again. Raise OSError if
@@ -108,7 +112,10 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
+        self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -125,21 +132,6 @@ def seconds_by_step(records: Iterable[Record], tokens_before: Callable[[int], in
             seconds += (tokens_before(step) - tokens_before(step - 1)) / record["tokens_per_second"]
             clock[step] = seconds
     return clock
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Remove the records after ``step``. Warn if steps up to ``step`` have no record."""
-    if not path.exists():
-        return
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    missing = sorted(set(range(1, step + 1)) - {record["step"] for record in kept if record["kind"] == "train"})
-    if missing:
-        warnings.warn(
-            f"{path} has no numbers of {len(missing)} of the {step} steps so far, {missing[0]} to {missing[-1]}: its "
-            "curve has a hole there",
-            stacklevel=2,
-        )
-    write_text(path, as_lines(kept))
 
 
 def _finite(value: Any) -> Any:
@@ -171,28 +163,30 @@ class Board:
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder, self._step, self._hook = folder, first_step, threading.excepthook
         self._writer: Any = None
-        try:
+        with suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        # An error of TensorBoard's thread is raised again by the next call, so its traceback is not printed.
-        threading.excepthook = self._without_traceback
-        self._guarded(lambda: setattr(self, "_writer", SummaryWriter(str(folder), purge_step=first_step)))
+
+            # An error of TensorBoard's thread is raised again by the next call, so its traceback is not printed.
+            threading.excepthook = self._without_traceback
+            with self._guarded():
+                self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         self._step = step
-        for name, value in scalars.items():
-            if self._writer is not None:
-                self._guarded(lambda name=name, value=value: self._writer.add_scalar(name, value, step))  # type: ignore[misc]
+        with self._guarded():
+            for name, value in scalars.items() if self._writer is not None else ():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._guarded(lambda: self._writer.close())
+        with self._guarded():
+            if self._writer is not None:
+                self._writer.close()
         threading.excepthook = self._hook
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except OSError as error:
             self._writer = None
             warnings.warn(
@@ -206,10 +200,7 @@ class Board:
             self._hook(failure)
 
 
-SESSIONS = "sessions.jsonl"
-DATA = "data.json"
-_FIRST_LAYOUT = 1
-"""Row layout of checkpoints without a ``DataRecord``."""
+SESSIONS, DATA = "sessions.jsonl", "data.json"
 
 
 @dataclass(frozen=True)
@@ -235,16 +226,16 @@ class DataRecord:
 
 
 def row_layout(checkpoint: Path | None) -> int:
-    """Return the row layout of the run of ``checkpoint``, that of new runs if it is None; ValueError if this version
-    does not know it."""
+    """Return the row layout of the run of ``checkpoint``, 1 without a ``DataRecord``; that of new runs if it is None.
+    ValueError: this version does not know it."""
     if checkpoint is None:
         return ROW_LAYOUT
     record = DataRecord.load(checkpoint)
-    layout = _FIRST_LAYOUT if record is None else record.row_layout
-    if not _FIRST_LAYOUT <= layout <= ROW_LAYOUT:
+    layout = 1 if record is None else record.row_layout
+    if not 1 <= layout <= ROW_LAYOUT:
         raise ValueError(
-            f"{checkpoint} must have a row layout from {_FIRST_LAYOUT} to {ROW_LAYOUT}; got {layout}. A newer version "
-            "of Gecko wrote it: install that version to continue the run."
+            f"{checkpoint} must have a row layout from 1 to {ROW_LAYOUT}; got {layout}. A newer version of Gecko wrote "
+            "it: install that version to continue the run."
         )
     return layout
 
@@ -262,11 +253,11 @@ def record_session(folder: Path, step: int | None, parameters: int, hardware: Ma
     write_text(folder / SESSIONS, as_lines([*([] if step is None else read_sessions(folder)), line]))
 
 
-def check_same_data(folder: Path, checkpoint: Path, data: str) -> bool:
+def check_same_data(folder: Path, checkpoint: Path, data: str, console: Console) -> None:
     """Raise ValueError if the run was trained on data with a digest other than ``data``.
 
-    The digest is in the checkpoint or, for earlier versions, in the run's sessions. Return False if neither has it.
-    Row i is a function of all documents: with others the run would read some twice, and train on held-out ones.
+    The digest is in the checkpoint or, for earlier versions, in the run's sessions; print if neither has it. Row i is a
+    function of all documents: with others the run would read some twice, and train on held-out ones.
     """
     record = DataRecord.load(checkpoint)
     sessions = read_sessions(folder) if record is None else []
@@ -277,7 +268,11 @@ def check_same_data(folder: Path, checkpoint: Path, data: str) -> bool:
             "same, but what they hold has changed since. Put back what was there, or start a new run with another "
             "output=; its init_from= takes this one's weights."
         )
-    return bool(known)
+    if not known:
+        console.print(
+            f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
+            f"{folder / SESSIONS} has their digest"
+        )
 
 
 def read_sessions(folder: Path) -> list[dict[str, Any]]:

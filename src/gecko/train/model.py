@@ -1,12 +1,11 @@
 """The model that a run trains: new or from another one, sharded, with adapters, in float8, compiled.
 
 **float8**: linear layers with products in float8, by torchao's training path. Each row of the inputs, of a weight and
-of the gradients is divided by a power of two and rounded to float8 (e4m3), for all three products of a layer. Weights
-stay as they are, float32, and so do the optimizer's state and checkpoints.
+of the gradients is divided by a power of two and rounded to float8 (e4m3), for all three products of a layer. Weights,
+the optimizer's state and checkpoints stay float32.
 
-**Adapters**: low-rank adapters (LoRA) of PEFT on the linear layers of the blocks. The other parameters stay those of
-the model that the run starts from. A checkpoint holds the merged model, which every command reads, and the adapters
-themselves, from which training resumes.
+**Adapters**: low-rank adapters (LoRA) of PEFT on the linear layers of the blocks; the other parameters are frozen. A
+checkpoint holds the merged model, which every command reads, and the adapters, from which training resumes.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def _initial(run: Run) -> LanguageModel:
     folder = model_folder(run.init_from)
     model = load_any(folder)
     found = model.config.to_dict()
-    different = [name for name, value in run.model.to_dict().items() if found.get(name, ...) != value]
-    if different:
+    if different := [name for name, value in run.model.to_dict().items() if found.get(name, ...) != value]:
         raise ValueError(
             f"init_from must hold a model of this run's architecture; {folder} differs in {', '.join(different)}. "
             "Set model.* to what its config.json says."
@@ -131,16 +129,11 @@ def check_same_tokenizer(folder: Path, given: str) -> None:
         )
 
 
-_FLOAT8_MULTIPLE = 16
-"""Products in float8 need matrices whose sizes are multiples of this."""
-
-
 def check_float8(precision: Precision, device: torch.device) -> None:
     """Raise ValueError if ``precision`` is ``float8`` and the device has no float8 products, and ImportError if torchao
     is not installed."""
-    if not precision.startswith("float8"):
-        return
-    _torchao()
+    if precision.startswith("float8"):
+        _torchao()
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if precision == "float8" and (found is None or found < (8, 9)):
         what = str(device) if found is None else f"{device} with {found[0]}.{found[1]}"
@@ -162,7 +155,7 @@ def use_float8(model: LanguageModel, precision: Precision) -> None:
     settings = replace(settings, emulate=precision == "float8_emulated")
 
     def has_float8_sizes(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and all(size % _FLOAT8_MULTIPLE == 0 for size in module.weight.shape)
+        return isinstance(module, nn.Linear) and all(size % 16 == 0 for size in module.weight.shape)
 
     for block in model.blocks:
         library.convert_to_float8_training(block, config=settings, module_filter_fn=has_float8_sizes)
@@ -192,11 +185,8 @@ ADAPTERS, _BASE = "adapters.safetensors", "base"
 
 
 def add_adapters(model: LanguageModel, rank: int) -> None:
-    """Give every linear layer of the blocks an adapter, and freeze all other parameters.
-
-    The adapters' output is scaled by 2, so that the learning rate need not change with the rank. They begin as zero.
-    Raise ImportError if PEFT is not installed.
-    """
+    """Give every linear layer of the blocks an adapter, zero at first, and freeze all other parameters. The output of
+    adapters is scaled by 2, so that the rate need not change with the rank. ImportError: PEFT is not installed."""
     with without_log_warnings():
         peft = require("peft", "finetune")
     base = fingerprint(model)

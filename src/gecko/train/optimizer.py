@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,9 +25,6 @@ from gecko.ops.backends.dispatch import on_gpu
 from gecko.parallel.sharding import whole
 from gecko.train.settings import OptimizerSettings
 
-_FACTOR = "rate_factor"
-"""Key of a group's factor of the learning rate."""
-
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return fused AdamW, or Muon with it, with allocated state.
@@ -34,10 +32,21 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     ``decay="matrices"`` decays only ``matrix_names`` of the model; norm weights that are factors never decay. Muon
     updates the matrices of blocks.
     """
-    groups = _groups(model, settings)
+    matrices, of_blocks = matrix_names(model), block_matrix_names(model)
+    factors = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, BlockRMSNorm)}
+    members: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
+    for name, parameter in named_parameters(model):
+        decayed = name in matrices or (settings.decay == "all" and name not in factors)
+        muon = settings.name == "muon" and name in of_blocks
+        scaled = name in of_blocks or name in ("head.weight", "lm_head.weight")
+        factor = _rate_factor(model, settings, muon) if scaled else 1.0
+        members.setdefault((muon, decayed, factor), []).append(parameter)
+    groups: list[dict[str, Any]] = []
+    for (muon, decayed, factor), parameters in members.items():
+        decay = settings.weight_decay / factor if decayed else 0.0
+        groups.append({"params": parameters, "muon": muon, "rate_factor": factor, "weight_decay": decay})
     rates: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
-    muon = settings.name == "muon"
-    optimizer = Muon(groups, **rates) if muon else torch.optim.AdamW(groups, **rates, fused=True)
+    optimizer = Muon(groups, **rates) if settings.name == "muon" else torch.optim.AdamW(groups, **rates, fused=True)
     # AdamW creates the same state in its first step. It exists from the start, so a checkpoint can be loaded.
     for group in optimizer.param_groups:
         names = ("momentum_buffer",) if group["muon"] else ("exp_avg", "exp_avg_sq")
@@ -47,34 +56,13 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     return optimizer
 
 
-def _groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Return the parameters by the rule that updates them, their learning rate and their weight decay."""
-    matrices, of_blocks = matrix_names(model), block_matrix_names(model)
-    factors = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, BlockRMSNorm)}
-    groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
-    for name, parameter in named_parameters(model):
-        decayed = name in matrices or (settings.decay == "all" and name not in factors)
-        muon = settings.name == "muon" and name in of_blocks
-        scaled = name in of_blocks or name in ("head.weight", "lm_head.weight")
-        factor = rate_factor(model, settings, muon=muon) if scaled else 1.0
-        groups.setdefault((muon, decayed, factor), []).append(parameter)
-    return [
-        {
-            "params": parameters, "muon": muon, _FACTOR: factor,
-            "weight_decay": settings.weight_decay / factor if decayed else 0.0,
-        }
-        for (muon, decayed, factor), parameters in groups.items()
-    ]  # fmt: skip
-
-
-def rate_factor(model: nn.Module, settings: OptimizerSettings, *, muon: bool) -> float:
+def _rate_factor(model: nn.Module, settings: OptimizerSettings, muon: bool) -> float:
     """Return the factor of the learning rate of matrices whose inputs grow with the width of the model.
 
-    With w = model_dim / base_width it is 1 / w for AdamW and 1 / √w for Muon; without ``base_width``, 1.
-
-    An update should change a layer's outputs by an amount that does not depend on w. It changes them by its spectral
-    norm. For AdamW, whose entries are about the learning rate and are aligned with the inputs, that grows as w, and for
-    Muon, which scales an orthogonal matrix by √max(m, n), as √w.
+    With w = model_dim / base_width it is 1 / w for AdamW and 1 / √w for Muon; without ``base_width``, 1. An update
+    should change a layer's outputs, which it does by its spectral norm, by an amount that does not depend on w. For
+    AdamW, whose entries are about the learning rate and aligned with the inputs, that norm grows as w, and for Muon,
+    which scales an orthogonal matrix by √max(m, n), as √w.
     """
     if settings.base_width is None:
         return 1.0
@@ -102,14 +90,12 @@ def block_matrix_names(model: nn.Module) -> set[str]:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of all groups of an optimizer of ``build_optimizer``."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group[_FACTOR]
+        group["lr"] = rate * group["rate_factor"]
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """Run the step of an optimizer of ``build_optimizer`` unless ``skipped``, () bool on the device.
-
-    The host does not wait for the decision: fused optimizers take it as ``found_inf``, as from ``GradScaler``.
-    """
+    """Run the step of an optimizer of ``build_optimizer`` unless ``skipped``, () bool on the device, for which the host
+    does not wait: fused optimizers take it as ``found_inf``, as from ``GradScaler``."""
     deciding: Any = optimizer
     deciding.found_inf = skipped.float()
     try:
@@ -161,23 +147,17 @@ class Muon(torch.optim.Optimizer):
         adamw.found_inf = found_inf
         adamw.step()
         skipped = None if found_inf is None else found_inf.bool()
-        for group in self.param_groups:
-            if group["muon"]:
-                given = [parameter for parameter in group["params"] if parameter.grad is not None]
-                _step_matrices(given, [self.state[p]["momentum_buffer"] for p in given], group, skipped)
-
-
-def _step_matrices(
-    matrices: Sequence[Tensor], momenta: Sequence[Tensor], group: Mapping[str, Any], skipped: Tensor | None
-) -> None:
-    directions = []
-    for matrix, momentum in zip(matrices, momenta, strict=True):
-        assert matrix.grad is not None
-        _set_unless(skipped, momentum, momentum.lerp(matrix.grad, 1 - MOMENTUM))
-        directions.append(matrix.grad.lerp(momentum, MOMENTUM))
-    for matrix, update in zip(matrices, _orthogonalised(directions), strict=True):
-        decayed = matrix * (1 - group["lr"] * group["weight_decay"])
-        _set_unless(skipped, matrix, decayed.add_(update, alpha=-group["lr"] * RMS * math.sqrt(max(matrix.shape))))
+        for group in filter(itemgetter("muon"), self.param_groups):
+            matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+            directions = []
+            for matrix in matrices:
+                momentum = self.state[matrix]["momentum_buffer"]
+                _set_unless(skipped, momentum, momentum.lerp(matrix.grad, 1 - MOMENTUM))
+                directions.append(matrix.grad.lerp(momentum, MOMENTUM))
+            for matrix, update in zip(matrices, _orthogonalised(directions), strict=True):
+                decayed = matrix * (1 - group["lr"] * group["weight_decay"])
+                rate = group["lr"] * RMS * math.sqrt(max(matrix.shape))
+                _set_unless(skipped, matrix, decayed.add_(update, alpha=-rate))
 
 
 def _set_unless(skipped: Tensor | None, target: Tensor, values: Tensor) -> None:
@@ -188,16 +168,22 @@ def _orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return the orthogonalised matrices, sharded as those given. Of n ranks, each computes every n-th."""
     if not matrices or not isinstance(matrices[0], DTensor):
         return [newton_schulz(matrix) for matrix in matrices]
-    group = _sharding_group(matrices[0])
+    # The ranks among which FSDP shards parameters; the replicas compute the same.
+    dimension = next(i for i, placement in enumerate(matrices[0].placements) if isinstance(placement, Shard))
+    group = matrices[0].device_mesh.get_group(dimension)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    found = []
+    found: list[Tensor] = []
     for first in range(0, len(matrices), ranks):
-        some = [whole(matrix) for matrix in matrices[first : first + ranks]]
+        given: Any = matrices[first : first + ranks]
+        some = [whole(matrix) for matrix in given]
         if rank < len(some):
             some[rank] = newton_schulz(some[rank])
-        for owner, full in enumerate(some):
+        for owner, (full, like) in enumerate(zip(some, given, strict=True)):
             dist.broadcast(full, group=group, group_src=owner)
-        found += [_shard_of(full, like) for full, like in zip(some, matrices[first : first + ranks], strict=True)]
+            shards = full.chunk(ranks)
+            local = shards[rank] if rank < len(shards) else full[:0]
+            layout: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+            found.append(DTensor.from_local(local, like.device_mesh, like.placements, **layout))
     return found
 
 
@@ -215,20 +201,3 @@ def newton_schulz(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.T).to(matrix.dtype).contiguous()
-
-
-def _sharding_group(matrix: DTensor) -> dist.ProcessGroup:
-    """Return the ranks among which FSDP shards a parameter; the replicas compute the same."""
-    dimension = next(i for i, placement in enumerate(matrix.placements) if isinstance(placement, Shard))
-    return matrix.device_mesh.get_group(dimension)
-
-
-def _shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of ``full``, which all ranks have, as a tensor like ``like``."""
-    assert isinstance(like, DTensor)
-    group = _sharding_group(like)
-    shards, rank = full.chunk(dist.get_world_size(group)), dist.get_rank(group)
-    local = shards[rank] if rank < len(shards) else full[:0]
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

@@ -36,7 +36,7 @@ RECIPE = "recipe.json"
 """File of a run in its folder and in each checkpoint."""
 NOT_SETTINGS = ("recipe", "overrides", "model.model_type")
 """Fields that no override sets."""
-_MOST_THREADS = 1024
+
 _ABOVE_0 = Range("must be above 0 and finite", above=0, most=MOST, limit=LIMIT)
 _ABOVE_0_OR_NONE = dataclasses.replace(_ABOVE_0, rule=f"{_ABOVE_0.rule}, or none")
 
@@ -115,20 +115,10 @@ class Run:
 
     def __post_init__(self) -> None:
         check(self)
-        self._check_counts()
-        self._check_parallel()
+        self._check_shapes()
+        self._check_way()
         if self.steps is None and self.minutes is None:
             raise ValueError("a run needs an end: set steps, for example steps=1000, or minutes=5.")
-        self._check_growth()
-        if self.profile is not None:
-            self._check_profile(*self.profile)
-        if self.lora_rank is not None:
-            self._check_adapters(self.lora_rank)
-        if self.checkpoint.memory_every is not None and self.data.carry_state:
-            raise ValueError(
-                "checkpoint.memory_every copies what replicas share, and with data.carry_state=true each rank has "
-                f"lanes that no other rank has; got {self.checkpoint.memory_every}. Set checkpoint.memory_every=none."
-            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -218,75 +208,75 @@ class Run:
             path, "a recipe", lambda found: cls.from_dict({name: found[name] for name in found if name != "command"})
         )
 
-    def _check_counts(self) -> None:
+    def _check_shapes(self) -> None:
+        """Check what must agree for batches, their growth, and their parts on ranks."""
+        chunk, ranks, carry = self.model.chunk_size, self.parallel.context, self.data.carry_state
+        first_rows, first_length = self.schedule.initial_batch_size, self.schedule.initial_sequence_length
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"gradient_accumulation_steps must divide batch_size; got {self.gradient_accumulation_steps} and "
                 f"{self.batch_size}. Try gradient_accumulation_steps={self.batch_size}, one row at a time."
             )
-        if not self.output:
-            raise ValueError("output must name the folder of the run; got ''. Try runs/mine.")
-        if self.threads is not None and self.threads > _MOST_THREADS:
+        if ranks > 1 and chunk is None:
             raise ValueError(
-                f"threads must be at most {_MOST_THREADS}; got {self.threads}. Leave it out for all cores."
+                "parallel.context must be 1 for a Llama: a token's attention needs the keys of its whole row; "
+                f"got {ranks}. Try parallel.shard in its place."
             )
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be a whole number of 64 bits, from 0 to 2**64 - 1; got {self.seed}.")
-
-    def _check_parallel(self) -> None:
-        if self.capture:
-            self._check_capture()
-        if self.compile and self.activation_checkpointing == "selective":
-            raise ValueError(
-                "compile=true takes activation_checkpointing=none or full: PyTorch cannot recompute parts of a block "
-                "that it compiled in pieces; got selective."
-            )
-        if self.parallel.context > 1:
-            self._check_context(self.parallel.context)
+        share = ranks * (chunk or 1) if ranks > 1 else 1
+        lengths = {"sequence_length": self.sequence_length, "schedule.initial_sequence_length": first_length}
+        for name, length in lengths.items():
+            if length is not None and length % share:
+                raise ValueError(
+                    f"with parallel.context={ranks} a rank holds whole chunks of {chunk} tokens, so {name} must be a "
+                    f"multiple of {share}; got {length}. Try {name}={max(1, round(length / share)) * share}."
+                )
         if self.parallel.shard is not None:
             self.rows_per_rank(self.parallel.replicate * self.parallel.shard)
+        check_doubles("batch_size", first_rows, self.batch_size)
+        check_doubles("sequence_length", first_length, self.sequence_length)
+        if carry and (first_rows is not None or first_length is not None):
+            raise ValueError(
+                "data.carry_state=true keeps the state of each row of a batch, so all batches must have one shape; got "
+                "schedule.initial_batch_size or schedule.initial_sequence_length. Set these to none."
+            )
+        if carry and chunk is None:
+            raise ValueError(
+                "data.carry_state must be false for a Llama, which has no state of constant size; got true."
+            )
+        if carry and self.checkpoint.memory_every is not None:
+            raise ValueError(
+                "checkpoint.memory_every copies what replicas share, and with data.carry_state=true each rank has "
+                f"lanes that no other rank has; got {self.checkpoint.memory_every}. Set checkpoint.memory_every=none."
+            )
 
-    def _check_capture(self) -> None:
+    def _check_way(self) -> None:
+        """Check what must agree for the way in which the model is computed, and single settings."""
+        if not self.output:
+            raise ValueError("output must name the folder of the run; got ''. Try runs/mine.")
+        if self.threads is not None and self.threads > 1024:
+            raise ValueError(f"threads must be at most 1024; got {self.threads}. Leave it out for all cores.")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be a whole number of 64 bits, from 0 to 2**64 - 1; got {self.seed}.")
         unfit = {
             "compile=false": self.compile, "precision=bfloat16": self.precision.startswith("float8"),
             "parallel.context=1": self.parallel.context > 1, "data.carry_state=false": self.data.carry_state,
             "profile=none": self.profile is not None, "a model that is a Gecko": self.model.chunk_size is None,
         }  # fmt: skip
-        if needed := [setting for setting, is_unfit in unfit.items() if is_unfit]:
+        if self.capture and any(unfit.values()):
+            needed = " and ".join(setting for setting, is_unfit in unfit.items() if is_unfit)
             raise ValueError(
-                f"capture=true repeats the launches of one step in others, and takes {' and '.join(needed)}. "
-                "Try that, or capture=false."
+                f"capture=true repeats the launches of one step in others, and takes {needed}. Try that, or "
+                "capture=false."
             )
-
-    def _check_growth(self) -> None:
-        first_rows, first_length = self.schedule.initial_batch_size, self.schedule.initial_sequence_length
-        check_doubles("batch_size", first_rows, self.batch_size)
-        check_doubles("sequence_length", first_length, self.sequence_length)
-        if self.data.carry_state and (first_rows is not None or first_length is not None):
+        if self.compile and self.activation_checkpointing == "selective":
             raise ValueError(
-                "data.carry_state=true keeps the state of each row of a batch, so all batches must have one shape; got "
-                "schedule.initial_batch_size or schedule.initial_sequence_length. Set these to none."
+                "compile=true takes activation_checkpointing=none or full: PyTorch cannot recompute parts of a block "
+                "that it compiled in pieces; got selective."
             )
-        if self.data.carry_state and self.model.chunk_size is None:
-            raise ValueError(
-                "data.carry_state must be false for a Llama, which has no state of constant size; got true."
-            )
-
-    def _check_context(self, ranks: int) -> None:
-        if self.model.chunk_size is None:
-            raise ValueError(
-                "parallel.context must be 1 for a Llama: a token's attention needs the keys of its whole row; "
-                f"got {ranks}. Try parallel.shard in its place."
-            )
-        share = ranks * self.model.chunk_size
-        first = self.schedule.initial_sequence_length
-        for name, length in (("sequence_length", self.sequence_length), ("schedule.initial_sequence_length", first)):
-            if length is not None and length % share:
-                raise ValueError(
-                    f"with parallel.context={ranks} a rank holds whole chunks of {self.model.chunk_size} tokens, so "
-                    f"{name} must be a multiple of {share}; got {length}. Try "
-                    f"{name}={max(1, round(length / share)) * share}."
-                )
+        if self.profile is not None:
+            self._check_profile(*self.profile)
+        if self.lora_rank is not None:
+            self._check_adapters(self.lora_rank)
 
     def _check_adapters(self, rank: int) -> None:
         if self.init_from is None or self.compile:
@@ -294,8 +284,7 @@ class Run:
                 "lora_rank trains adapters of a trained model without compilation: set init_from and compile=false, "
                 "or lora_rank=none."
             )
-        width = self.model.model_dim
-        if rank > width:
+        if rank > (width := self.model.model_dim):
             raise ValueError(f"lora_rank must be at most the model's width, {width}; got {rank}. Try {min(16, width)}.")
         if self.precision.startswith("float8"):
             raise ValueError(

@@ -1,7 +1,6 @@
 """The training session: from a ``Run`` to a trained model, its metrics and its report.
 
-``train`` claims the run's folder, loads data and model, runs the training loop, and evaluates the finished model. A
-session starts a run in a new folder, or resumes the run of the folder, whose settings it then has to share. It
+A session starts a run in a new folder, or resumes the run of the folder, whose settings it then has to share. It
 overwrites no file of a model, of another run, or of a user.
 """
 
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from gecko.train.checkpoints import Checkpointer, latest_checkpoint
 from gecko.train.data import Prefetcher, RunData, load_data
 from gecko.train.evaluate import Evaluation
 from gecko.train.finish import REPORT, RESULTS, SAMPLE, finish_run, remove_results
-from gecko.train.health import NOTICES, STACKS, StopSignal, Watchdog, launcher_watched, reported_hangs, write_notice
+from gecko.train.health import NOTICES, STACKS, StopSignal, launcher_watched, watchdog, write_notice
 from gecko.train.metrics import (
     FIELDS,
     METRICS,
@@ -42,8 +41,6 @@ from gecko.train.metrics import (
     check_same_data,
     read_metrics,
     record_session,
-    row_layout,
-    run_start,
 )
 from gecko.train.model import check_float8, starting_model
 from gecko.train.optimizer import build_optimizer
@@ -96,10 +93,11 @@ def train(
     clock = RunClock(now, now() if begin is None else begin, run.minutes)
     with ExitStack() as stack:
         ranks, device, console = stack.enter_context(launch(run))
-        run, checkpoint, layout, started = _begin(run, resume, ranks, device, stack)
+        run, checkpoint = _begin(run, resume, ranks, device, stack)
         ranks.run_or_abort_all(lambda: _set_up(run, ranks, device, console))
-        data = load_data(run, ranks, console, layout, started)
-        ranks.main(lambda: _check_same_texts(run, checkpoint, data, console))
+        data = load_data(run, ranks, console, checkpoint)
+        if checkpoint is not None:
+            ranks.main(lambda: check_same_data(run.folder, checkpoint, data.record.digest, console))
         model = starting_model(run, ranks, device, fresh=checkpoint is None)
         batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
         phase = "training"
@@ -111,14 +109,13 @@ def train(
             if run.steps is None:
                 phase = "measuring"
                 run = measured(run, model, batches, data, ranks, console, clock, fresh=checkpoint is None)
-                data, phase = replace(data, evaluation=run.evaluation), "training"
+                data, phase = data.evaluated_by(run.evaluation), "training"
             run, position = _fit(run, checkpoint, model, data, batches, stop, ranks, console, clock)
             newest = checkpoint_path(run.checkpoints_folder, position.step)
             if position.step == run.steps:
                 phase = "finishing"
                 batches.close()
-                evaluation, report = finish_run(run, model, data, newest, ranks, console)
-                return TrainResult(run, newest, position.step, evaluation, report)
+                return TrainResult(run, newest, position.step, *finish_run(run, model, data, newest, ranks, console))
         console.print(
             f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of "
             f"{run.steps or 'those that fit'}. Continue with:\n  {run.command()} --resume"
@@ -144,11 +141,9 @@ def launch(run: Run) -> Iterator[tuple[Ranks, torch.device, Console]]:
         yield ranks, device, Terminal(soft_wrap=True, quiet=not ranks.is_main)
 
 
-def _begin(
-    run: Run, resume: bool, ranks: Ranks, device: torch.device, stack: ExitStack
-) -> tuple[Run, Path | None, int, datetime]:
-    """Claim the run's folder until ``stack`` is closed. Return the run with what its first session fixed, its newest
-    undamaged checkpoint (None: it starts), its row layout, and when it was started.
+def _begin(run: Run, resume: bool, ranks: Ranks, device: torch.device, stack: ExitStack) -> tuple[Run, Path | None]:
+    """Claim the run's folder until ``stack`` is closed. Return the run with what its first session fixed, and its
+    newest undamaged checkpoint (None: it starts).
 
     All ranks call it together. Only the first rank reads and writes files, but for the checksums of a checkpoint, which
     all ranks share. Ranks may differ in settings of their machines, such as ``checkpoint.memory_folder``: each gets its
@@ -157,13 +152,13 @@ def _begin(
     ranks.main(lambda: _claim(run, resume, stack))
     checkpoint = latest_checkpoint(run.checkpoints_folder, ranks)
 
-    def found() -> tuple[Run, list[str], int, datetime]:
+    def found() -> tuple[Run, list[str]]:
         fixed = [] if not resume else _fixed_at_begin(run) if checkpoint is None else _fixed_until(run, checkpoint)
         if run.with_settings(*fixed).precision == "auto":
             fixed.append(f"precision={'bfloat16' if multiplies_bfloat16(device) else 'float32'}")
-        return run.with_settings(*fixed), fixed, row_layout(checkpoint), run_start(checkpoint)
+        return run.with_settings(*fixed), fixed
 
-    first, fixed, layout, started = ranks.main(found)
+    first, fixed = ranks.main(found)
 
     def of_this_rank() -> Run:
         own = run.with_settings(*fixed)
@@ -171,50 +166,46 @@ def _begin(
             _check_same_run(own, first, "the first rank has")
         return own
 
-    return ranks.run_or_abort_all(of_this_rank), checkpoint, layout, started
+    return ranks.run_or_abort_all(of_this_rank), checkpoint
 
 
 def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
+    """Lock the run's folder, and refuse one in which the run would mix with or overwrite anything."""
+    folder, checkpoints = run.folder, run.checkpoints_folder
     # Before the lock, which is a file in the folder: a model's folder must stay as it is.
-    check_one_model(run.folder)
-    if (run.folder / CONFIG).exists() and run_or_checkpoint(run.folder) != "a training run":
+    check_one_model(folder)
+    if (folder / CONFIG).exists() and run_or_checkpoint(folder) != "a training run":
         raise FileExistsError(
-            f"a run must have a folder without a model; {run.folder} has a {CONFIG}, and no command could tell that "
+            f"a run must have a folder without a model; {folder} has a {CONFIG}, and no command could tell that "
             f"model from the run's. Choose another folder with output=, or move {CONFIG} and {WEIGHTS} away."
         )
     # Two sessions would mix metrics and remove each other's checkpoints.
-    stack.enter_context(locked(run.folder / _LOCK, wait=False))
-    _check_overwrites_nothing(run, resume)
-    if resume:  # torn and damaged lines go, so that lines can be appended
-        mend_lines(run.folder / METRICS, FIELDS)
-        mend_lines(run.folder / SESSIONS)
-
-
-def _check_overwrites_nothing(run: Run, resume: bool) -> None:
-    if (folder := run.checkpoints_folder).exists() and not folder.is_dir():
+    stack.enter_context(locked(folder / _LOCK, wait=False))
+    if checkpoints.exists() and not checkpoints.is_dir():
         raise FileExistsError(
-            f"{folder} must be a folder, or the name of a new one; it is a file. Move it away, or choose another "
+            f"{checkpoints} must be a folder, or the name of a new one; it is a file. Move it away, or choose another "
             "folder with output=."
         )
-    saved = bool(list_checkpoints(folder))
-    _check_files_of_others(run)
-    begun, finished = (run.folder / METRICS).exists(), (run.folder / RESULTS).exists()
-    if finished and not saved:
+    saved, begun = bool(list_checkpoints(checkpoints)), (folder / METRICS).exists()
+    if not begun and not _holds_recipe(folder / RECIPE):
+        _check_files_of_others(run)
+    if (folder / RESULTS).exists() and not saved:
         raise FileExistsError(
-            f"{run.folder} must hold the checkpoints of its run, which is finished; they are gone, and nothing there "
+            f"{folder} must hold the checkpoints of its run, which is finished; they are gone, and nothing there "
             "is overwritten. Choose another folder with output=, or move it away."
         )
     if (saved or begun) and not resume:
         raise FileExistsError(
-            f"{run.folder} already holds a run, and nothing there is overwritten. Continue it with --resume, "
+            f"{folder} already holds a run, and nothing there is overwritten. Continue it with --resume, "
             "or choose another folder with output=."
         )
+    if resume:  # torn and damaged lines go, so that lines can be appended
+        mend_lines(folder / METRICS, FIELDS)
+        mend_lines(folder / SESSIONS)
 
 
 def _check_files_of_others(run: Run) -> None:
-    """Refuse a folder that is not that of a run, but has a file that a run would replace or delete."""
-    if (run.folder / METRICS).exists() or _holds_recipe(run.folder / RECIPE):
-        return
+    """Refuse the folder if it has a file that the run would replace or delete."""
     replaced = [run.folder / name for name in (RECIPE, SAMPLE, REPORT)]
     if run.tokenizer_folder.resolve() not in (path := Path(run.data.tokenizer).resolve(), path.parent):
         replaced += [run.tokenizer_folder / name for name in (*TOKENIZERS, *SETTINGS)]
@@ -237,11 +228,10 @@ def _holds_recipe(path: Path) -> bool:
 def _fixed_at_begin(run: Run) -> list[str]:
     """Return what a session fixed that was killed before its first checkpoint, if all else is equal. ValueError if
     another run trained in the folder."""
-    recipe = run.folder / RECIPE
-    if not recipe.is_file():
+    if not (run.folder / RECIPE).is_file():
         return []
-    begun = Run.load(recipe)
-    if any(record["kind"] == "train" for record in read_metrics(run.folder / METRICS)):
+    begun = Run.load(run.folder / RECIPE)
+    if _last_step(run):
         _check_same_run(run, begun, f"the run in {run.folder} was begun with")
     fixed = _fixed_by(run, begun)
     same = replace(run.with_settings(*fixed), overrides=()) == replace(begun, overrides=())
@@ -276,25 +266,21 @@ def _fixed_until(run: Run, checkpoint: Path) -> list[str]:
             newest = Run.load(recipe)
             if newest.schedule.decay_steps is not None and newest.minutes == run.minutes:
                 saved = newest
-        _check_same_minutes(run, saved)
+        if saved.steps is not None and run.minutes != saved.minutes:
+            raise ValueError(
+                f"minutes become steps once, and this run's are fixed at {saved.steps}; "
+                f"got minutes={run.minutes:g}. Set steps= for another length, or start a new run with another output=."
+            )
+        if saved.steps is None and not run.follows_clock:
+            raise ValueError(
+                f"schedule.kind must be wsd to resume a run that follows the clock; got {run.schedule.kind}. Set "
+                "steps= for another schedule, or start a new run with another output=."
+            )
     fixed = _fixed_by(run, saved)
     steps, done = run.with_settings(*fixed).steps, checkpoint_step(checkpoint)
     if steps is not None and steps < done:
         raise ValueError(f"steps must be at least the {done} that are done; got {steps}. Start a new run for fewer.")
     return fixed
-
-
-def _check_same_minutes(run: Run, saved: Run) -> None:
-    if saved.steps is not None and run.minutes != saved.minutes:
-        raise ValueError(
-            f"minutes become steps once, and this run's are fixed at {saved.steps}; "
-            f"got minutes={run.minutes:g}. Set steps= for another length, or start a new run with another output=."
-        )
-    if saved.steps is None and not run.follows_clock:
-        raise ValueError(
-            f"schedule.kind must be wsd to resume a run that follows the clock; got {run.schedule.kind}. Set steps= "
-            "for another schedule, or start a new run with another output=."
-        )
 
 
 def _check_same_run(run: Run, earlier: Run, what: str) -> None:
@@ -325,20 +311,13 @@ def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> N
         lacking = " and ".join(missing)
         console.print(f"no report will be written: it needs {lacking}. Run: pip install 'gecko-lm[train]'")
     if ranks.world > 1:
-        sizes = ranks.sizes
         console.print(
-            f"{ranks.world} ranks: {sizes.replicate} replicas × {sizes.shard} shards × {sizes.context} parts of a row"
+            f"{ranks.world} ranks: {ranks.sizes.replicate} replicas × {ranks.sizes.shard} shards × "
+            f"{ranks.sizes.context} parts of a row"
         )
-    for path in reported_hangs(run.folder / STACKS):
-        console.print(f"an earlier session hung; the stack of one of its ranks is in {path}")
-
-
-def _check_same_texts(run: Run, checkpoint: Path | None, data: RunData, console: Console) -> None:
-    if checkpoint is not None and not check_same_data(run.folder, checkpoint, data.record.digest):
-        console.print(
-            f"cannot check that the texts are those that the run started with: neither {checkpoint} nor "
-            f"{run.folder / SESSIONS} has their digest"
-        )
+    for path in sorted((run.folder / STACKS).glob("rank-*.txt")):
+        if path.stat().st_size:
+            console.print(f"an earlier session hung; the stack of one of its ranks is in {path}")
 
 
 def _fit(
@@ -372,13 +351,13 @@ def _fit(
         # No watchdog for one process, because a laptop may sleep during a run. It covers the wait for the disk, when
         # the checkpointer exits, also after an error.
         minutes = None if ranks.world == 1 else run.hang_minutes
-        watchdog = stack.enter_context(Watchdog(run.folder / STACKS, ranks.rank, minutes))
-        saver = stack.enter_context(Checkpointer(run, ranks, watchdog.beat, data.record, carried))
+        beat = stack.enter_context(watchdog(run.folder / STACKS, ranks.rank, minutes))
+        saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record, carried))
         if recovered is not None:  # a state that is in memory only would be lost with the next node
             saver.save(model, optimizer, position)
         trainer = Trainer(
             run, model, optimizer, carried, position, batches, data.held_out, ranks, clock, saver, display, metrics,
-            watchdog.beat, copies,
+            beat, copies,
         )  # fmt: skip
         trainer.fit(stop)
         if copies is not None:

@@ -262,15 +262,14 @@ def _doublings(first: int, last: int) -> int:
 
 def check_doubles(name: str, first: int | None, last: int) -> None:
     """Raise ValueError unless ``last`` is ``first`` times a power of two; ``first`` may be None."""
-    if first is None or (last % first == 0 and (last // first).bit_count() == 1):
-        return
-    halved = last
-    while halved > first and halved % 2 == 0:
-        halved //= 2
-    raise ValueError(
-        f"schedule.initial_{name} must be {name} divided by a power of two, because it doubles until it is {name}; got "
-        f"{first} and {last}. Try schedule.initial_{name}={halved}."
-    )
+    if first is not None and (last % first or (last // first).bit_count() != 1):
+        halved = last
+        while halved > first and halved % 2 == 0:
+            halved //= 2
+        raise ValueError(
+            f"schedule.initial_{name} must be {name} divided by a power of two, because it doubles until it is {name}; "
+            f"got {first} and {last}. Try schedule.initial_{name}={halved}."
+        )
 
 
 OLD_NAMES = {"accumulation": "gradient_accumulation_steps"}
@@ -287,10 +286,8 @@ def current_override(override: str) -> str:
 
 
 def set_fields(values: dict[str, Any], overrides: Iterable[str], fixed: Collection[str] = ()) -> None:
-    """Set each ``key=value``, with a dotted key, in the nested ``values``; the value stays text.
-
-    Raise ValueError for an unknown key, with the nearest known one. Keys in ``fixed`` count as unknown.
-    """
+    """Set each ``key=value``, with a dotted key, in the nested ``values``; the value stays text. ValueError: a key is
+    unknown, or one of ``fixed``."""
     known = [name for name in flatten(values) if name not in fixed]
     for override in overrides:
         key, separator, value = override.partition("=")
@@ -319,18 +316,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one mapping with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
 
 
 def settings_help(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield for each field its dotted name, its value as an override takes it, and the first line of its docstring.
-
-    A nested dataclass yields its fields. The docstring of a field is the string below it in the source.
-    """
+    """Yield for each field, also of groups, its dotted name, its value as an override takes it, and the first line of
+    its docstring, which is the string below it in the source."""
     meanings = docstrings(type(settings))
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -1,10 +1,9 @@
 """State of a run: what a checkpoint holds, how it is written and read, and its copies in the memory of nodes.
 
-Every ``checkpoint.memory_every`` steps each rank copies its shards to host memory, and a thread writes them to a file
-in ``checkpoint.memory_folder``. That folder is in memory (tmpfs), so a file outlives the process of its rank, but not
-its node. All replicas (HSDP) have the same shards. When torchrun has restarted the ranks, each takes its shards from
-its own node, or receives them from a node of another replica. The job continues after the newest step of which every
-shard is found, or from its last checkpoint if that is newer.
+A copy is a file in ``checkpoint.memory_folder``, which is in memory (tmpfs), so it outlives the process of its rank,
+but not its node. All replicas (HSDP) have the same shards. When torchrun has restarted the ranks, each takes its shards
+from its own node, or receives them from a node of another replica. The job continues after the newest step of which
+every shard is found, or from its last checkpoint if that is newer.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.tensor import DTensor
 
 from gecko.data.tokenizers import TEMPLATE, ByteTokenizer, copy_tokenizer, holds_tokenizer, write_byte_tokenizer
 from gecko.io.checkpoints import SHARDS
@@ -39,6 +37,7 @@ from gecko.io.files import parse_json, parse_object, whole_file
 from gecko.io.model_folder import CONFIG, FLOATS, REMEDY, check_finite, check_layout, reading, stored_prefix
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import Ranks, launched
+from gecko.parallel.sharding import local
 from gecko.records import CountFromZero, NotNegative, build, check
 from gecko.train.metrics import DataRecord
 from gecko.train.model import check_base, has_adapters, merged, save_adapters
@@ -113,14 +112,14 @@ def write_small_files(
 
 def write_tokenizer(run: Run, folder: Path) -> None:
     """Write the files of the run's tokenizer and its chat template; those of bytes are for transformers."""
-    own = run.tokenizer_folder
+    own, template = run.tokenizer_folder, run.tokenizer_folder / TEMPLATE
     if holds_tokenizer(own):
         copy_tokenizer(str(own), folder)
         return
-    if template := (own / TEMPLATE).is_file():
-        shutil.copyfile(own / TEMPLATE, folder / TEMPLATE)
+    if template.is_file():
+        shutil.copyfile(template, folder / TEMPLATE)
     if run.data.tokenizer == ByteTokenizer.name:
-        write_byte_tokenizer(folder, chat=template)
+        write_byte_tokenizer(folder, chat=template.is_file())
 
 
 def training_tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -161,7 +160,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, alone: bool = False)
         except (CheckpointException, SafetensorError, LookupError, TypeError, RuntimeError) as failure:
             cause = next(iter(getattr(failure, "failures", {}).values()), (failure, None))[0]
             raise ValueError(f"{path} must hold the tensors of this model and its optimizer; {cause}") from failure
-    check_finite(path, {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()})
+    check_finite(path, {name: local(x) for name, x in tensors.items()})
 
 
 def _stored(metadata: Any, names: Collection[str]) -> dict[str, Tensor]:
@@ -184,10 +183,8 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 def random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **on_gpu}
 
 
 def set_random_state(state: Mapping[str, Tensor], source: object) -> None:
@@ -203,15 +200,11 @@ def set_random_state(state: Mapping[str, Tensor], source: object) -> None:
 
 
 def host_stager(device: str) -> DefaultStager:
-    """Return a stager, which copies tensors of a kind of device to host memory that it keeps for the next copy.
-
-    For CUDA the memory is pinned, because a GPU copies to it several times as fast. The host waits for the copy: the
-    next step of the optimizer changes the tensors.
-    """
-    pinned = device == "cuda" and torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned)
-    )
+    """Return a stager, which copies tensors of a kind of device to host memory that it keeps for the next copy."""
+    pinned = device == "cuda" and torch.cuda.is_available()  # a GPU copies to pinned memory several times as fast
+    # The host waits for the copy: the next step of the optimizer changes the tensors.
+    shared = {"use_shared_memory": False, "use_async_staging": False}
+    return DefaultStager(StagingOptions(pinned, **shared, use_non_blocking_copy=pinned))
 
 
 _KEPT = 2
@@ -221,8 +214,8 @@ _RANDOM_PREFIX = "random/"
 _ABOUT = "gecko"
 """Name of the file's metadata: the identity of the run, step, shard and the trainer's state, as JSON."""
 
-Key = tuple[int, int]
-"""Step, and index of the shard: of the rank among those that share a replica."""
+Held = dict[tuple[int, int], tuple[Path, dict[str, Any]]]
+"""File and fields of ``TrainerState`` by step and index of the shard: of the rank among those that share a replica."""
 
 
 class NodeCopies:
@@ -233,7 +226,8 @@ class NodeCopies:
 
     def __init__(self, run: Run, ranks: Ranks, identity: str) -> None:
         self._ranks, sizes = ranks, ranks.sizes
-        self._shards = range(sizes.shard * sizes.context)
+        self._shards = sizes.shard * sizes.context
+        self._shard = ranks.rank % self._shards
         self._identity = hashlib.sha256(f"{identity} {sizes}".encode()).hexdigest()
         place = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
         self._folder = Path(run.checkpoint.memory_folder) / f"gecko-{place}"
@@ -244,18 +238,15 @@ class NodeCopies:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._writing: Future[None] | None = None
         self._failed = False
-        self._shard = ranks.rank % len(self._shards)
 
     def save(self, model: LanguageModel, optimizer: torch.optim.Optimizer, position: TrainerState) -> None:
         """Start to write this rank's shards. If that fails, say so and make no more copies on this rank."""
         self._wait()
-        if self._failed:
-            return
-        staged = self._stager.stage(_tensors(model, optimizer))
-        assert isinstance(staged, dict)
-        self._writing = self._executor.submit(self._write, staged, position)
+        if not self._failed:
+            staged = self._stager.stage(_tensors(model, optimizer))
+            self._writing = self._executor.submit(self._write, staged, position)
 
-    def _write(self, tensors: dict[str, Tensor], position: TrainerState) -> None:
+    def _write(self, tensors: Any, position: TrainerState) -> None:
         about = {"identity": self._identity, "step": position.step, "shard": self._shard, "position": asdict(position)}
         path = self._folder / f"{self._name}step-{position.step:08d}.safetensors"
         partial = self._folder / f".partial-{path.name}"
@@ -263,8 +254,7 @@ class NodeCopies:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, partial, metadata={_ABOUT: json.dumps(about)})
             partial.rename(path)
-            self._kept = [*self._kept, path][-_KEPT:]
-            self._remove_others()
+            self._keep([*self._kept, path][-_KEPT:])
         except (OSError, SafetensorError) as error:
             self._failed = True
             print(
@@ -279,34 +269,32 @@ class NodeCopies:
         """Load the newest step in ``after`` + 1 .. ``until`` of which the nodes hold every shard, and return the state
         of the trainer; None if there is no such step, and nothing has changed."""
         held = self._held()
-        nodes = self._ranks.gather({key: position for key, (_, position) in held.items()})
-        steps = {step for here in nodes for step, _ in here if after < step <= until}
-        whole = [step for step in steps if all(any((step, shard) in here for here in nodes) for shard in self._shards)]
+        nodes = self._ranks.gather(held)
+        everywhere = {key: position for here in nodes for key, (_, position) in here.items()}
+        steps = {step for step, _ in everywhere if after < step <= until}
+        whole = [step for step in steps if all((step, shard) in everywhere for shard in range(self._shards))]
         if not whole:
             return None
         step = max(whole)
-        paths = {key: path for key, (path, _) in held.items()}
-        self._kept = [path for key, path in paths.items() if key[0] == step and path.name.startswith(self._name)]
+        self._kept = [path for (of, _), (path, _) in held.items() if of == step and path.name.startswith(self._name)]
         like = _tensors(model, optimizer)
-        values = self._values(step, paths, [set(here) for here in nodes], like)
+        values = self._values(step, held, nodes, like)
         with torch.no_grad():
             for name, tensor in like.items():
                 tensor.copy_(values[name])
         random = {name.removeprefix(_RANDOM_PREFIX): x for name, x in values.items() if name.startswith(_RANDOM_PREFIX)}
         set_random_state(random, "a copy in the memory of the nodes")
-        return build(TrainerState, next(fields for here in nodes for key, fields in here.items() if key[0] == step))
+        return build(TrainerState, everywhere[step, 0])
 
-    def _values(
-        self, step: int, paths: Mapping[Key, Path], nodes: Sequence[set[Key]], like: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _values(self, step: int, held: Held, nodes: Sequence[Held], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's tensors of ``step``, from its node or from the first rank whose node has them."""
         for rank in range(self._ranks.world):
-            key = step, rank % len(self._shards)
+            key = step, rank % self._shards
             if key in nodes[rank]:
                 continue
             source = next(other for other, here in enumerate(nodes) if key in here)
             if self._ranks.rank == source:
-                for _, tensor in sorted(load_file(paths[key]).items()):
+                for _, tensor in sorted(load_file(held[key][0]).items()):
                     if tensor.numel():  # the last ranks have no rows of a small tensor
                         dist.send(tensor, rank, group=self._ranks.control)
             if self._ranks.rank == rank:
@@ -314,12 +302,12 @@ class NodeCopies:
                 for tensor in received.values():
                     if tensor.numel():
                         dist.recv(tensor, source, group=self._ranks.control)
-        own = paths.get((step, self._shard))
-        return received if own is None else load_file(own)
+        own = held.get((step, self._shard))
+        return received if own is None else load_file(own[0])
 
-    def _held(self) -> dict[Key, tuple[Path, dict[str, Any]]]:
-        """Return path and fields of the ``TrainerState`` of each sound copy of this run on this rank's node."""
-        found = {}
+    def _held(self) -> Held:
+        """Return the sound copies of this run on this rank's node."""
+        found: Held = {}
         for path in sorted(self._folder.glob("local-*.safetensors")):
             try:
                 with safe_open(path, "pt") as file:
@@ -333,11 +321,12 @@ class NodeCopies:
     def clear(self) -> None:
         """Remove this rank's copies: their state is in a checkpoint, or must not be used again."""
         self._wait()
-        self._kept = []
-        self._remove_others()
+        self._keep([])
 
-    def _remove_others(self) -> None:
-        for path in set(self._folder.glob(f"*{self._name}*")) - set(self._kept):
+    def _keep(self, paths: list[Path]) -> None:
+        """Remove all of this rank's copies but those in ``paths``."""
+        self._kept = paths
+        for path in set(self._folder.glob(f"*{self._name}*")) - set(paths):
             path.unlink(missing_ok=True)
 
     def _wait(self) -> None:
@@ -355,4 +344,4 @@ class NodeCopies:
 def _tensors(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return this rank's shards of parameters and optimizer state, and its random state."""
     tensors = {**training_tensors(model, optimizer), **{_RANDOM_PREFIX + name: x for name, x in random_state().items()}}
-    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+    return {name: local(x) for name, x in tensors.items()}

@@ -24,7 +24,7 @@ from gecko.models import LanguageModel
 from gecko.models.gecko import Gecko
 from gecko.parallel.context import ContextGroup
 from gecko.parallel.mesh import ALONE, Ranks
-from gecko.parallel.sharding import sum_over_replicas, whole
+from gecko.parallel.sharding import local, sum_over_replicas, whole
 from gecko.runtime.tensors import HostCopy, to_device
 from gecko.state import GeckoState
 from gecko.train.optimizer import set_learning_rate, step_unless
@@ -33,12 +33,12 @@ from gecko.train.settings import ScheduleSettings, SkipSettings
 
 
 def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int | None) -> float:
-    """Return the factor of the peak learning rate in step ``step`` of ``0 .. steps - 1``.
+    """Return the factor of the peak learning rate in step ``step`` of ``0 .. steps - 1``: a linear warm-up to 1, then,
+    with p from 0 towards 1 over the decay, ``final + (1 - final) (1 + cos πp) / 2`` for ``cosine``; ``wsd`` stays at 1,
+    then decays as ``1 - (1 - final) p``, which bounds a warm-up that is still going on.
 
-    Warm-up rises linearly from ``1 / warmup_steps`` to 1. After it the factor is in ``[final, 1]``. With p from 0
-    towards 1 over the decay, ``cosine`` is ``final + (1 - final) (1 + cos πp) / 2``; ``wsd`` stays at 1 and then
-    decays as ``1 - (1 - final) p``, which bounds a warm-up that is still going on. ``steps`` is None before the end of
-    a run that follows the clock is fixed; then there is no decay, and the warm-up has a number of steps.
+    ``steps`` is None before the end of a run that follows the clock is fixed: there is no decay, and the warm-up has a
+    number of steps.
     """
     if step < 0 or (steps is not None and step >= steps):
         raise ValueError(f"step must lie in 0..{'' if steps is None else steps - 1}; got {step}.")
@@ -72,11 +72,10 @@ class Verdict(IntEnum):
 
 
 class SpikeRule:
-    """Rule that skips steps: those that are not finite, and spikes, whose loss or gradient norm is far above the mean
-    of the last steps.
+    """Rule that skips steps that are not finite, and spikes: loss or gradient norm far above the mean of the last ones.
 
-    Spikes enter the mean: if the loss stays higher, later steps are soon no longer spikes. The decision is made on
-    ``device``, with its own copy of the last values. After a skipped step all steps are held until ``release``.
+    Spikes enter the mean: if the loss stays higher, later steps are soon no longer spikes. ``device`` decides, with its
+    own copy of the last values. After a skipped step all steps are held until ``release``.
     """
 
     def __init__(
@@ -110,12 +109,12 @@ class SpikeRule:
         if result.verdict is Verdict.NOT_FINITE:
             return None
         found = None
-        if result.verdict is Verdict.LOSS_SPIKE:
-            found = self._explain("loss", result.loss, self.losses)
-        if result.verdict is Verdict.NORM_SPIKE:
-            found = self._explain("gradient norm", result.grad_norm, self.grad_norms)
-        self.losses.append(result.loss)
-        self.grad_norms.append(result.grad_norm)
+        for verdict, name, value, before in (
+            (Verdict.LOSS_SPIKE, "loss", result.loss, self.losses),
+            (Verdict.NORM_SPIKE, "gradient norm", result.grad_norm, self.grad_norms),
+        ):
+            found = self._explain(name, value, before) if result.verdict is verdict else found
+            before.append(value)
         return found
 
     def _explain(self, name: str, value: float, before: deque[float]) -> str:
@@ -206,10 +205,8 @@ class CarriedState:
     """State that is carried from each step to the next: truncated backpropagation through time.
 
     Lane i is row i of every batch. Its rows are consecutive in a text (``LaneRows``), so the state after a row is that
-    before the lane's next row; gradients end at the row's start. A rank holds the states of the lanes whose rows it
-    reads, for each accumulated part of a step. Ranks that share rows hold the same states.
-
-    A skipped step empties them: what made the step bad may be in them. All tensors keep the dtypes of the empty state,
+    before the lane's next row. A rank holds the states of the lanes whose rows it reads, for each accumulated part of a
+    step. A skipped step empties them: what made it bad may be in them. All tensors keep the dtypes of the empty state,
     so that a resumed run continues with the same numbers.
     """
 
@@ -259,7 +256,7 @@ class CarriedState:
         """Replace the states by those of a checkpoint, which ``read`` copies into tensors like ``tensors``."""
         tensors = {name: x.clone() for name, x in self.tensors().items()}
         read(tensors)
-        found = iter(x.to_local() if isinstance(x, DTensor) else x for x in tensors.values())
+        found = iter(map(local, tensors.values()))
         restored = self._empty.map(lambda x: next(found).to(x.device))
         restored.check_counts("the lanes of a checkpoint")
         self.before = self._divided(restored)
@@ -302,15 +299,6 @@ def add_gradients(mean: Tensor, weight: Tensor, world: int = 1) -> Tensor:
     return loss.detach()
 
 
-def _clip(model: nn.Module, clip: float, ranks: Ranks) -> Tensor:
-    """Clip the gradients to the norm ``clip``. Return their norm before clipping, identical on all ranks."""
-    norm = whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    # Each replica computes its own sum, and NCCL may round differently in each; different factors would let them drift.
-    norm = ranks.of_first_replica(norm)
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
-    return norm
-
-
 @dataclass(frozen=True)
 class Step:
     """A step of the optimizer, which is started on each batch. All ranks call it together."""
@@ -334,7 +322,10 @@ class Step:
             loss = compute_gradients(self.model, parts, self.precision, self.ranks, self.carried)
         else:
             loss = self.captured(parts)
-        grad_norm = _clip(self.model, self.clip, self.ranks)
+        norm = whole(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        # Each replica computes its own sum, and NCCL may round differently in each: by other factors they would drift.
+        grad_norm = self.ranks.of_first_replica(norm)
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, grad_norm)
         verdict = rule.judge(loss, grad_norm)
         set_learning_rate(self.optimizer, learning_rate)
         step_unless(self.optimizer, verdict != Verdict.TAKEN)

@@ -83,17 +83,15 @@ PEAK_FLOPS = {
 }  # fmt: skip
 """Peak dense FLOP/s in bfloat16 (V100: float16), from the vendors' data sheets. The first key that occurs in the
 device's name as whole words applies."""
-_FORWARD_AND_BACKWARD = 3
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
     """Return the training FLOPs per token of rows of ``length`` tokens. A multiply-add counts as two FLOPs, and the
-    backward pass as twice the forward pass.
+    backward pass as twice the forward pass: 3 · 2 · (parameters of matrices, without the embedding + (Z + V) · mean
+    number of keys per query + n · Z · V / heads for the working memory).
 
-    3 · (2 · parameters of matrices, without the embedding + 2 · (Z + V) · mean number of keys per query
-    + 2 · n · Z · V / heads for the working memory), where n is 3 for the adaptive rule (read, correct, write) and
-    2 for the linear one. In a Llama, Z and V are the model's width, and a query attends to half of its row. Norms,
-    CEMA and element-wise operations are not counted.
+    n is 3 for the adaptive rule (read, correct, write) and 2 for the linear one. In a Llama, Z and V are the model's
+    width, and a query attends to half of its row. Norms, CEMA and element-wise operations are not counted.
     """
     if isinstance(config, LlamaConfig):
         mixing = config.num_layers * 2 * config.model_dim * length / 2
@@ -102,7 +100,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
         maps = {"adaptive": 3, "orthogonal": 3, "linear": 2, "none": 0}[config.memory]
         memory = maps * config.key_dim * config.value_head_dim
         mixing = config.num_layers * ((config.key_dim + config.value_dim) * keys + memory)
-    return _FORWARD_AND_BACKWARD * 2 * (sum(linear_products(config)) + mixing)
+    return 3 * 2 * (sum(linear_products(config)) + mixing)
 
 
 @lru_cache(maxsize=4)

@@ -7,11 +7,10 @@ waits for each step.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -27,8 +26,8 @@ from gecko.train.capture import CapturedGradients
 from gecko.train.checkpoints import Checkpointer, set_aside
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
-from gecko.train.health import StopSignal, find_nonfinite, skip_failure
-from gecko.train.metrics import Kind, MetricsWriter
+from gecko.train.health import NonFiniteError, StopSignal, find_nonfinite
+from gecko.train.metrics import MetricsWriter
 from gecko.train.run import Run
 from gecko.train.state import NodeCopies, TrainerState
 from gecko.train.step import (
@@ -51,8 +50,6 @@ from gecko.train.throughput import ProfileWindow, mfu_per_speed
 class _InFlight:
     """A step that was started and whose numbers the host has not read."""
 
-    number: int
-    """Counted from 1."""
     started: StartedStep
     parts: list[BatchPart]
     states: list[GeckoState] | None
@@ -147,17 +144,15 @@ class Trainer:
         if failed:
             self.saver.wait()
         if self.run.steps is None and decays and not stopped:
-            self._decay_after(done)
+            # The number of steps is on disk before a rate depends on it, so that the run resumes exactly.
+            decay = self.run.schedule.decay_after(done)
+            fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}"]
+            if self.run.profile is not None and self.run.profile[0] > done + decay:
+                fixed.append("profile=none")
+            self.run = self.run.with_settings(*fixed)
+            self.saver.use(self.run)
+            self._say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
         return not stopped and (self.run.steps is None or done < self.run.steps)
-
-    def _decay_after(self, done: int) -> None:
-        """Fix the number of steps, on disk before a rate depends on it, so that the run resumes exactly."""
-        decay = self.run.schedule.decay_after(done)
-        late = self.run.profile is not None and self.run.profile[0] > done + decay
-        fixed = [f"steps={done + decay}", f"schedule.decay_steps={decay}", *(["profile=none"] if late else [])]
-        self.run = self.run.with_settings(*fixed)
-        self.saver.use(self.run)
-        self._say(f"step {done}: the learning rate falls from here on; the run ends after {done + decay}")
 
     def _due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self.run.steps
@@ -200,7 +195,7 @@ class Trainer:
         started = self._optimizer_step.start(parts, rate)
         if self.carried is not None:
             self.carried.advance()
-        return _InFlight(number, started, parts, states, rate, waited)
+        return _InFlight(started, parts, states, rate, waited)
 
     def _lap(self) -> float:
         """Return the seconds since the last call."""
@@ -228,7 +223,11 @@ class Trainer:
             self._spikes.release()
             if self.carried is not None:
                 self.carried.clear()
-        self._advance(pending.seconds, skipped=not taken)
+        old = self.position
+        self.position = TrainerState(
+            old.step + 1, old.seconds + pending.seconds, self.clock.elapsed, old.skipped + (not taken),
+            0 if taken else old.consecutive_skips + 1, tuple(self._spikes.losses), tuple(self._spikes.grad_norms),
+        )  # fmt: skip
         self._report(result, pending, cause)
         if taken:
             self._drop_older()
@@ -246,10 +245,18 @@ class Trainer:
         self.saver.wait()
         if self.copies is not None:  # they hold the weights that led here
             self.copies.clear()
-        taken = self.position.step - self.position.consecutive_skips
-        folder, limit = self.saver.folder, self.run.max_skips
-        self.ranks.main(lambda: skip_failure(self.position, limit, cause, set_aside(folder, taken)))
-        raise AssertionError("skip_failure raises")
+        last = self.position.step
+        taken = last - self.position.consecutive_skips
+
+        def fail() -> NoReturn:
+            raise NonFiniteError(
+                f"steps {taken + 1} to {last} were all skipped for their loss or gradient, and "
+                f"max_skips={self.run.max_skips}; the last: {cause}. Try a lower optimizer.learning_rate, a longer "
+                f"schedule.warmup or precision=float32, and {set_aside(self.saver.folder, taken)}"
+            )
+
+        self.ranks.main(fail)
+        raise AssertionError("the first rank raises")
 
     def _find_cause(self, pending: _InFlight) -> str:
         """Compute the step again, from the same weights and states, and return what was not finite."""
@@ -260,14 +267,6 @@ class Trainer:
         given = pending.parts, self.run.precision, self.ranks, self.carried
         return find_nonfinite(self.model, lambda: compute_gradients(self.model, *given), self.ranks)
 
-    def _advance(self, seconds: float, *, skipped: bool) -> None:
-        old = self.position
-        self.position = TrainerState(
-            step=old.step + 1, seconds=old.seconds + seconds, elapsed=self.clock.elapsed, skipped=old.skipped + skipped,
-            consecutive_skips=old.consecutive_skips + 1 if skipped else 0,
-            recent_losses=tuple(self._spikes.losses), recent_grad_norms=tuple(self._spikes.grad_norms),
-        )  # fmt: skip
-
     def _report(self, result: StepResult, pending: _InFlight, cause: str | None) -> None:
         step = self.position.step
         speed = (self.run.tokens_before(step) - self.run.tokens_before(step - 1)) / pending.seconds
@@ -276,7 +275,8 @@ class Trainer:
             "tokens_per_second": speed, "mfu": speed * self._mfu_per_speed, "memory_gib": memory_gib(self.device),
             "data_seconds": pending.waited, "seconds": self.position.seconds, "skips": self.position.skipped,
         }  # fmt: skip
-        self._write("train", values if cause is None else {**values, "skipped": cause})
+        if self.metrics is not None:
+            self.metrics.write("train", step, values if cause is None else {**values, "skipped": cause})
         (task,) = self.display.task_ids
         loss, tokens = f"{result.loss:.4f}", f"{speed:,.0f}"
         self.display.update(task, completed=step, total=self.run.steps, loss=loss, speed=tokens)
@@ -286,21 +286,17 @@ class Trainer:
     def _say(self, message: str) -> None:
         self.display.console.print(message)
 
-    def _write(self, kind: Kind, values: Mapping[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(kind, self.position.step, values)
-
     def _evaluate(self) -> None:
         begin = self.clock.now()
         result = evaluate(self.model, self.held_out, self.run.precision, self.ranks, self.beat)
         seconds = self.clock.now() - begin
         self.clock.took("evaluation", seconds)
-        self.position = dataclasses.replace(self.position, seconds=self.position.seconds + seconds)
+        self.position = replace(self.position, seconds=self.position.seconds + seconds)
         self._finite_held_out = math.isfinite(result.loss)
-        self._write("validation", dataclasses.asdict(result))
+        if self.metrics is not None:
+            self.metrics.write("validation", self.position.step, asdict(result))
         end = "" if self.run.steps is None else f" of {self.run.steps}"
-        loss = f"held-out loss {result.loss:.4f} nats per token{result.note}"
-        self._say(f"step {self.position.step}{end}: {loss}")
+        self._say(f"step {self.position.step}{end}: held-out loss {result.loss:.4f} nats per token{result.note}")
 
     def _save(self) -> None:
         self.beat()
