@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from gecko.hf.batch import CACHE, GeckoCache, PaddedBatch, given_cache, pick
+from gecko.hf.batch import CACHE, GeckoCache, PaddedBatch, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
 from gecko.io.model_folder import TIED, stored_weight
@@ -99,40 +99,19 @@ class GeckoModel(GeckoPreTrainedModel):
                 )
             use_cache = False
         _check_others(output_attentions, position_ids, others)
-        batch = self.batch(input_ids, attention_mask, position_ids, cache, inputs_embeds)
+        batch = PaddedBatch.build(input_ids, attention_mask, position_ids, cache, inputs_embeds)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and cache is None:
             cache = GeckoCache()
         wanted: Any = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden, *layers = batch.read(self.gecko, cache, every=wanted is not False)
-        shown: Any = None if wanted is False else pick([*layers, hidden], wanted)
-        kept: Any = {CACHE: cache}
-        output = modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=shown, **kept)
-        return _as_asked(output, return_dict, self.config)
-
-    def batch(
-        self, input_ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, cache: GeckoCache | None,
-        embeds: Tensor | None = None,
-    ) -> PaddedBatch:  # fmt: skip
-        """Check the arguments of a call and return its batch."""
-        if (input_ids is None) == (embeds is None):
-            raise ValueError(
-                f"one of input_ids and inputs_embeds must be given; got {'neither' if input_ids is None else 'both'}."
-            )
-        inputs = embeds if input_ids is None else input_ids
-        assert inputs is not None
-        if cache is None:
-            return PaddedBatch.build(inputs, mask, positions)
-        if not isinstance(cache, GeckoCache):
-            raise TypeError(
-                f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one. "
-                "Prefix tuning of PEFT needs keys and values, which no Gecko has: use prompt tuning, p-tuning or LoRA."
-            )
-        if cache.state is not None and cache.state.batch_size != len(inputs):
-            held = cache.state.batch_size
-            raise ValueError(f"the cache must hold {len(inputs)} rows, as input_ids; it holds {held}.")
-        return PaddedBatch.build(inputs, mask, positions, read=cache.text, continued=True)
+        shown: Any = None if wanted is False else (*layers, hidden)
+        if shown is not None and wanted is not True:  # indices of those that are asked for
+            kept = {range(len(shown))[index] for index in wanted}
+            shown = tuple(layer if index in kept else None for index, layer in enumerate(shown))
+        found: Any = {"last_hidden_state": hidden, "hidden_states": shown, CACHE: cache}
+        return _as_asked(modeling_outputs.BaseModelOutputWithPast(**found), return_dict, self.config)
 
 
 class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
@@ -238,7 +217,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         targets, shift_labels = None, others.pop("shift_labels", None)
         given = labels if shift_labels is None else shift_labels
         if given is not None:  # before the call updates the cache
-            batch = self.model.batch(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+            batch = PaddedBatch.build(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
             targets = batch.targets(given, IGNORED, shifted=shift_labels is not None)
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
