@@ -110,12 +110,6 @@ def gradient(model: gecko.Gecko) -> float:
     return float(sum(weight.grad.square().sum() for weight in theirs.parameters()))
 
 
-def test_a_folder_without_code_stays_without(model, tmp_path):
-    wrapped(model).save_pretrained(tmp_path)
-    assert not list(tmp_path.glob("*.py"))
-    assert not json.loads((tmp_path / "config.json").read_text()).get("auto_map")
-
-
 def test_code_is_this_package_s():
     code = remote_code()
     assert {"configuration_gecko", "modeling_gecko", "gecko_models_gecko", "gecko_ops_cema_chunked"} <= code.keys()
@@ -124,47 +118,38 @@ def test_code_is_this_package_s():
         assert "import gecko" not in source and "from gecko" not in source.split('"""', 2)[-1]
 
 
-def test_the_package_s_code_says_nothing_of_kernels(model, caplog, tmp_path):
-    export(model, tmp_path)
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert "kernels" not in caplog.text
-
-
-def test_a_model_card_is_written_but_never_replaced(model, tmp_path):
-    export(model, tmp_path / "small")
-    card = (tmp_path / "small" / "README.md").read_text()
+def test_what_lies_beside_the_weights(model, tmp_path, caplog):
+    """A card, which is never replaced; the code, also of a classifier; special ids and the tokenizer."""
+    folder = tmp_path / "small"
+    export(model, folder, byte_tokenizer())
+    card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and 'from_pretrained("small", trust' in card
     assert f"{sum(weight.numel() for weight in model.parameters()):,} parameters" in card
-    (tmp_path / "small" / "README.md").write_text("mine")
-    export(model, tmp_path / "small")
-    assert (tmp_path / "small" / "README.md").read_text() == "mine"
-
-
-def test_a_classifier_in_an_export(model, tmp_path):
-    """Its code is in the folder too."""
-    export(model, tmp_path, byte_tokenizer())
-    auto = json.loads((tmp_path / "config.json").read_text())["auto_map"]
-    file, kind = auto["AutoModelForSequenceClassification"].split(".")
-    assert f"class {kind}(" in (tmp_path / f"{file}.py").read_text()
-
-
-def test_special_ids_and_tokenizer(model, tmp_path):
-    export(model, tmp_path, byte_tokenizer())
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (256, 256, 257)
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)("ab").input_ids == [256, 97, 98]
+    file, kind = config["auto_map"]["AutoModelForSequenceClassification"].split(".")
+    assert f"class {kind}(" in (folder / f"{file}.py").read_text()
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("ab").input_ids == [256, 97, 98]
+    (folder / "README.md").write_text("mine")
+    export(model, folder)
+    assert (folder / "README.md").read_text() == "mine"
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert "kernels" not in caplog.text, "the package's code has them"
+    wrapped(model).save_pretrained(tmp_path / "without")
+    assert not list((tmp_path / "without").glob("*.py"))
+    assert not json.loads((tmp_path / "without" / "config.json").read_text()).get("auto_map")
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("write", [export, lambda model, folder: wrapped(model).save_pretrained(folder)])
-def test_quantised_weights_are_refused(write, bits, tmp_path):
+def test_quantised_weights_are_refused(bits, tmp_path):
     pytest.importorskip("torchao")
     model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", num_layers=1))
     quantize(model, bits)
-    with pytest.raises(ValueError, match=r"must not be quantised; .*blocks\.0\..*weight is\. .*Gecko\.save"):
-        write(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    for write in (export, lambda model, folder: wrapped(model).save_pretrained(folder)):
+        with pytest.raises(ValueError, match=r"must not be quantised; .*blocks\.0\..*weight is\. .*Gecko\.save"):
+            write(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def wrapped(model: gecko.Gecko) -> GeckoForCausalLM:
