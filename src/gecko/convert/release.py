@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
+from gecko.convert.distributed_files import read_distributed
 from gecko.io.files import read_object
 from gecko.records import unknown_name
 
@@ -123,8 +124,6 @@ def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     """
     source = Path(source).expanduser()
     if parts := _parts(source):
-        from gecko.convert.distributed_files import read_distributed  # it takes a second to import
-
         return _read_config(source / CONFIG), joined([read_distributed(part) for part in parts])
     weights = source if source.is_file() else _find_weights(source)
     return _read_config(weights.with_name(CONFIG)), _read_weights(weights)

@@ -178,16 +178,15 @@ def _examine_lines(path: Path, fields: Collection[str]) -> tuple[list[Record], l
     damaged: list[str] = []
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, start=1):
-        record: Any = None
         reason = ""
         try:
             record = parse_json(line)
+            if not isinstance(record, dict):
+                reason = f"a JSON object; got a {type(record).__name__}"
+            elif missing := [name for name in fields if name not in record]:
+                reason = f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
         except ValueError as error:
             reason = f"a JSON object; {error}"
-        if not reason and not isinstance(record, dict):
-            reason = f"a JSON object; got a {type(record).__name__}"
-        elif not reason and (missing := [name for name in fields if name not in record]):
-            reason = f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
         if not reason:
             records.append(record)
         # After the last line end there is nothing, or a torn line: a process was killed while it wrote.

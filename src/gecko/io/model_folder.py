@@ -130,37 +130,31 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a folder's weights file or files, by their names there, and the metadata."""
-    if not (folder / INDEX).is_file():
-        return _read_file(folder / WEIGHTS, expected)
-    if (folder / WEIGHTS).exists():
-        raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
-    places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {REMEDY}")
-    strange = [file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))]
-    if strange:
-        raise ValueError(
-            f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange[0]!r}."
-        )
+    places: Any = {}
+    if (folder / INDEX).is_file():
+        if (folder / WEIGHTS).exists():
+            raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
+        places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {REMEDY}")
+        if strange := [file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))]:
+            raise ValueError(
+                f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange[0]!r}."
+            )
     tensors: dict[str, Tensor] = {}
     every = []
-    for file in sorted(set(places.values())):
-        found, metadata = _read_file(folder / file, expected)
-        if found.keys() != {name for name, place in places.items() if place == file}:
+    for file in sorted(set(places.values())) or [WEIGHTS]:
+        found, metadata = load_tensors(folder / file)
+        kind = metadata.get("gecko", metadata.get("format", "another file"))
+        if kind != expected:
+            raise ValueError(f"{folder / file} must hold a model's weights ({expected}); it holds {kind}.")
+        if places and found.keys() != {name for name, place in places.items() if place == file}:
             raise ValueError(f"{folder / file} must hold the weights that {INDEX} lists; it holds others.")
         tensors |= found
         every.append(metadata)
     if any(metadata != every[0] for metadata in every):
         raise ValueError(f"the files that {folder / INDEX} lists must be of one model; they are of different ones.")
     return tensors, every[0]
-
-
-def _read_file(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    tensors, metadata = load_tensors(path)
-    found = metadata.get("gecko", metadata.get("format", "another file"))
-    if found != expected:
-        raise ValueError(f"{path} must hold a model's weights ({expected}); it holds {found}.")
-    return tensors, metadata
 
 
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
@@ -352,12 +346,19 @@ def check_layout(source: object, tensors: Mapping[str, Tensor], like: Mapping[st
 
     The message names the file ``source``, the tensor, and what was expected and found.
     """
+
+    def alike(expected: Tensor, found: Tensor) -> bool:
+        return found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
+
+    def described(tensor: Tensor | None) -> str:
+        return "absent" if tensor is None else f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)}"
+
     for name in (*like, *tensors):
         expected, found = like.get(name), tensors.get(name)
-        if expected is None or found is None or expected.shape != found.shape or not _alike(expected, found):
+        if expected is None or found is None or expected.shape != found.shape or not alike(expected, found):
             raise ValueError(
-                f"{source} must hold the tensors of its config; {name} must be {_described(expected)}, "
-                f"and is {_described(found)}. {REMEDY}"
+                f"{source} must hold the tensors of its config; {name} must be {described(expected)}, "
+                f"and is {described(found)}. {REMEDY}"
             )
 
 
@@ -381,12 +382,3 @@ def check_finite(source: object, tensors: Mapping[str, Tensor]) -> None:
         floating = tensor.is_floating_point() and tensor.numel() > 0
         if floating and not all(math.isfinite(x) for x in tensor.detach().aminmax()):
             raise ValueError(f"{source} must hold finite numbers; {name} has NaN or infinite ones. Use an older copy.")
-
-
-def _alike(expected: Tensor, found: Tensor) -> bool:
-    return found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
-
-
-def _described(tensor: Tensor | None) -> str:
-    dtype = "absent" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-    return dtype if tensor is None else f"{dtype} of shape {tuple(tensor.shape)}"
