@@ -23,14 +23,11 @@ CACHE = _NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_g
 
 
 class GeckoCache(Cache):
-    """``transformers`` cache that wraps a ``GeckoState``. Its size does not depend on the number of tokens read.
+    """``transformers`` cache that wraps a ``GeckoState``, whose size does not depend on the number of tokens read.
 
-    Every call of the model replaces ``state`` and never writes into it, so ``GeckoCache(cache.state)`` is an
-    independent branch. The tokens of the initial state must not be in ``input_ids``; tokens that later calls read must
-    be, as ``generate`` expects.
-
-    Args:
-        state: initial state, for example from ``GeckoState.load``. None: nothing was read.
+    Every call of the model replaces ``state``, so ``GeckoCache(cache.state)`` is an independent branch. The tokens of
+    the initial state, for example from ``GeckoState.load``, must not be in ``input_ids``; those that later calls read
+    must be, as ``generate`` expects.
     """
 
     is_compileable = False
@@ -55,10 +52,7 @@ class GeckoCache(Cache):
         return 0 if self.text is None else self.text.shape[1]
 
     def follow(self, state: GeckoState, inputs: Tensor, text: Tensor, last: Tensor) -> None:
-        """Store what is known after T more columns, which were read from ``inputs``: tokens (B, T), or embeddings.
-
-        ``text`` (B, T) is True at text; ``last`` (B, D) is the input of the head at the last token of every row.
-        """
+        """Store what is known after T more columns: tokens (B, T), or embeddings; ``text`` (B, T) are text."""
         known = inputs.dim() == 2 and (self.text is None or self._digest is not None)
         self._digest = _digest(inputs, text, self._digest) if known else None
         self.state, self.last = state, last
@@ -120,8 +114,7 @@ _BASE = 6_364_136_223_846_793_005
 
 
 def _digest(ids: Tensor, text: Tensor, before: Tensor | None = None) -> Tensor:
-    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0, so that
-    it does not depend on padding, nor on how a text was divided into calls."""
+    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0."""
     counts = text.long().cumsum(1)
     powers = torch.full_like(counts, _BASE).pow(counts[:, -1:] - counts)
     added = ((ids.long() + 1) * powers).masked_fill(~text, 0).sum(1)
@@ -241,10 +234,7 @@ class PaddedBatch:
         return targets if self.columns is None else targets.scatter(1, self.columns.to(labels.device), targets)
 
     def read(self, model: Gecko, cache: GeckoCache | None, *, every: bool) -> Layers:
-        """Return hidden states (B, T, D); the cache follows to the last text of every row.
-
-        Hidden states at padding are those of the last text before it in the row. Where there is none, they are 0.
-        """
+        """Return hidden states (B, T, D), those of the last text before it, or 0, at padding; the cache follows."""
         device, before, ids = self.inputs.device, None if cache is None else cache.state, None
         if cache is not None and before is not None and cache.text is None:  # those of earlier calls are there already
             before = before.to(device)
@@ -269,11 +259,9 @@ class PaddedBatch:
     def _read_text(
         self, model: Gecko, ids: Tensor | None, before: GeckoState | None, cache: GeckoCache | None, every: bool
     ) -> tuple[Layers, GeckoState | None]:
-        """Read a batch with padding; hidden states are in the order of ``columns``.
-
-        With a cache, rows of equal length are read together, because padding after a text would change the state.
-        Without it all rows are: later tokens do not change earlier hidden states.
-        """
+        """Read a batch with padding; hidden states are in the order of ``columns``."""
+        # With a cache, rows of equal length are read together, because padding after a text would change the state.
+        # Without it all rows are: later tokens do not change earlier hidden states.
         inputs, lengths = self._text_first(self.inputs), self._lengths(self.inputs.device).squeeze(1)
         numbers = torch.arange(len(lengths), device=lengths.device)
         groups = [numbers] if cache is None else [numbers[lengths == length] for length in torch.unique(lengths)]
@@ -298,10 +286,8 @@ class PaddedBatch:
 def _read(
     model: Gecko, inputs: Tensor, ids: Tensor | None, state: GeckoState | None, every: bool
 ) -> tuple[Layers, GeckoState]:
-    """Return hidden states and the state; if ``every``, those of every block too, after the input of the head.
-
-    Without gradients the text is read in pieces, so that a long prompt takes little memory.
-    """
+    """Return hidden states and the state; if ``every``, those of every block too, after the input of the head."""
+    # Without gradients the text is read in pieces, so that a long prompt takes little memory.
     size = inputs.shape[1] if torch.is_grad_enabled() else piece_length(model.config)
     layers: list[Tensor] = []
     blocks: Any = model.blocks if every else ()

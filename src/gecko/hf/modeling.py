@@ -110,8 +110,8 @@ class GeckoModel(GeckoPreTrainedModel):
         if shown is not None and wanted is not True:  # indices of those that are asked for
             kept = {range(len(shown))[index] for index in wanted}
             shown = tuple(layer if index in kept else None for index, layer in enumerate(shown))
-        found: Any = {"last_hidden_state": hidden, "hidden_states": shown, CACHE: cache}
-        return _as_asked(modeling_outputs.BaseModelOutputWithPast(**found), return_dict, self.config)
+        found = {"last_hidden_state": hidden, "hidden_states": shown, CACHE: cache}
+        return _as_asked(modeling_outputs.BaseModelOutputWithPast, return_dict, self.config, **found)
 
 
 class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
@@ -149,8 +149,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:
-        """Make the cache before the first call, so that ``prefill_chunk_size`` finds one. Raise ValueError if a row of
-        the prompts has only padding."""
+        """Make the cache before the first call, so that ``prefill_chunk_size`` finds one."""
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not bool((mask != 0).any(1).all()):
             raise ValueError("every prompt must have at least one token; a row of attention_mask has only padding.")
@@ -160,14 +159,10 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return prepared
 
     def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Prepare inputs without ``tokenizer``, which transformers passes on from the arguments of ``generate``.
-
-        ``inputs_embeds`` has a name here because transformers looks for it. The cache is under its older name, by which
-        PEFT knows whether a trained prompt was read.
-        """
-        kwargs.pop("tokenizer", None)
+        """Prepare inputs; transformers looks for the name ``inputs_embeds`` here."""
+        kwargs.pop("tokenizer", None)  # which transformers passes on from the arguments of ``generate``
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
-        if CACHE in prepared:
+        if CACHE in prepared:  # under its older name PEFT knows whether a trained prompt was read
             prepared["past_key_values"] = prepared.pop(CACHE)
         return prepared
 
@@ -226,17 +221,11 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         hidden = output.last_hidden_state
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         loss = None if targets is None else self._loss(hidden, targets, num_items_in_batch)
-        found = modeling_outputs.CausalLMOutputWithPast(
-            loss=loss, logits=self.model.gecko.head(hidden[:, kept]), hidden_states=output.hidden_states,
-            **{CACHE: output.get(CACHE)},
-        )  # fmt: skip
-        return _as_asked(found, return_dict, self.config)
+        kind, logits = modeling_outputs.CausalLMOutputWithPast, self.model.gecko.head(hidden[:, kept])
+        return _as_asked(kind, return_dict, self.config, loss=loss, logits=logits, **_rest(output))
 
     def _loss(self, hidden: Tensor, targets: Tensor, num_items: int | Tensor | None) -> Tensor:
-        """Return the mean loss of the targets, or their sum over ``num_items``.
-
-        An adapter on the head and hooks of it are applied.
-        """
+        """Return the mean loss of the targets, or their sum over ``num_items``, with adapters and hooks of the head."""
         head, rows, flat = self.model.gecko.head, hidden.flatten(0, 1), targets.flatten()
         count = (targets != IGNORED).sum()
         if is_bare(head) or head.weight.is_meta:  # accelerate has offloaded it, and its hook changes nothing
@@ -300,10 +289,8 @@ class GeckoForSequenceClassification(GeckoPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=scores, labels=labels, pooled_logits=scores, config=self.config)
-        found = modeling_outputs.SequenceClassifierOutputWithPast(
-            loss=loss, logits=scores, hidden_states=output.hidden_states, **{CACHE: output.get(CACHE)}
-        )
-        return _as_asked(found, return_dict, self.config)
+        kind = modeling_outputs.SequenceClassifierOutputWithPast
+        return _as_asked(kind, return_dict, self.config, loss=loss, logits=scores, **_rest(output))
 
     def _mask(self, ids: Tensor) -> Tensor | None:
         """Return the mask (B, T) of texts whose padding is known by its id only."""
@@ -348,6 +335,11 @@ def _check_others(attentions: bool | None, positions: Tensor | None, others: dic
         )
 
 
-def _as_asked(output: Any, return_dict: bool | None, config: Any) -> Any:
-    """Return the output, or a tuple of its values if ``return_dict`` or the config says so."""
+def _rest(output: Any) -> dict[str, Any]:
+    return {"hidden_states": output.hidden_states, CACHE: output.get(CACHE)}
+
+
+def _as_asked(kind: Any, return_dict: bool | None, config: Any, **values: Any) -> Any:
+    """Return an output, or a tuple of its values if ``return_dict`` or the config says so."""
+    output = kind(**values)
     return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()

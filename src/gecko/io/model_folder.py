@@ -158,11 +158,8 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
 
 
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
-    """Return the config, of class ``kind``, and the weights of a model folder, by their names in the model.
-
-    Raise FileNotFoundError if a file is missing, ValueError if one is damaged, both belong to different models, or the
-    folder is also a training run.
-    """
+    """Return the config, of class ``kind``, and the weights of a model folder, by their names in the model. Raise
+    FileNotFoundError if a file is missing, ValueError if one is damaged, or the folder is that of another model too."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} must be a model's folder with {CONFIG} and {WEIGHTS}; it has no {CONFIG}.")
@@ -253,10 +250,7 @@ def fingerprint(model: nn.Module, tied: str | None = None) -> str:
 
 
 def stored_weight(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter; if accelerate has offloaded it, read it from the CPU or the disk.
-
-    An offloaded parameter is on the device ``meta``. A hook of its module, or of a parent module, holds its values.
-    """
+    """Return a parameter; if accelerate has offloaded it, from the hook of its module or a parent that holds it."""
     path = name.split(".")
     # Not get_parameter: torch.func.functional_call lends tensors that are no nn.Parameter.
     weight: Tensor = getattr(model.get_submodule(".".join(path[:-1])), path[-1])
@@ -271,11 +265,8 @@ def stored_weight(model: nn.Module, name: str) -> Tensor:
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
-    """Return the sums of a matrix's rows, or the elements of a vector, as int32.
-
-    The bits of the floats are added as integers, so the result does not depend on the order of the sums or on the
-    device. It runs at memory bandwidth; hashing every byte would take half a minute for a large model.
-    """
+    """Return the sums of a matrix's rows, or the elements of a vector, as int32, at memory bandwidth."""
+    # The bits of the floats are added as integers, so the result depends neither on an order of sums nor on the device.
     rows = len(tensor) if tensor.dim() > 1 else tensor.numel()
     parts = tensor.reshape(rows, -1).split(max(1, 2**18 * rows // max(1, tensor.numel())))  # stay in the cache
     wide = (part if part.dtype == torch.float64 else part.float() for part in parts)
@@ -342,10 +333,7 @@ def fitted(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Ten
 
 
 def check_layout(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a tensor is missing, unknown, or of another shape or kind of dtype than in ``like``.
-
-    The message names the file ``source``, the tensor, and what was expected and found.
-    """
+    """Raise ValueError if a tensor is missing, unknown, or of another shape or kind of dtype than in ``like``."""
 
     def alike(expected: Tensor, found: Tensor) -> bool:
         return found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
