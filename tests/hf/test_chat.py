@@ -27,24 +27,14 @@ def encode(messages: list[dict[str, str]], **options) -> list[int]:
     return chat_tokenizer().apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
-def test_the_template_is_the_plain_format_with_ends_of_answers():
-    text = byte_tokenizer().decode(encode(TALK, add_generation_prompt=True))
-    assert text == (
+def test_the_template_is_the_plain_format_with_ends_of_answers_which_are_marked():
+    prompt, whole = encode(TALK, add_generation_prompt=True), encode([*TALK, {"role": "assistant", "content": "4"}])
+    assert byte_tokenizer().decode(prompt) == (
         "<|endoftext|>System: be brief\n\nUser: 1 + 1?\n\nAssistant: 2<|endoftext|>\n\nUser: 2 + 2?\n\nAssistant:"
     )
-
-
-def test_a_prompt_is_the_beginning_of_what_is_trained():
-    answered = [*TALK, {"role": "assistant", "content": "4"}]
-    prompt, whole = encode(TALK, add_generation_prompt=True), encode(answered)
-    assert whole[: len(prompt)] == prompt
-    assert whole[len(prompt) :] == [*b" 4", BORDER, *b"\n\n"]
-
-
-def test_answers_are_marked():
-    found = chat_tokenizer().apply_chat_template(
-        TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    assert whole == [*prompt, *b" 4", BORDER, *b"\n\n"], "a prompt is the beginning of what is trained"
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    found = chat_tokenizer().apply_chat_template(TALK, **options)
     marked = [token for token, mark in zip(found["input_ids"], found["assistant_masks"], strict=True) if mark]
     assert marked == [*b" 2", BORDER]
 

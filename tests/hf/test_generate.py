@@ -36,19 +36,6 @@ def test_beams_with_a_cache_are_those_without(pair):
     assert not torch.equal(cached.sequences[::2], greedy), "beams must differ from greedy to show anything"
 
 
-def test_sampling(pair):
-    """With one token to choose from it is greedy."""
-    _, theirs = pair()
-    _, inputs = left_padded([9, 17])
-    options = {**GREEDY, "do_sample": True}
-    assert torch.equal(theirs.generate(**inputs, **options, top_k=1), theirs.generate(**inputs, **GREEDY))
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(4)
-        drawn.append(theirs.generate(**inputs, **options, temperature=1.3, top_p=0.9))
-    assert torch.equal(*drawn)
-
-
 def test_a_stopped_row_does_not_disturb_the_others(pair):
     ours, theirs = pair()
     prompts, inputs = left_padded([9, 17, 4])
