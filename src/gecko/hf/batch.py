@@ -216,7 +216,7 @@ class PaddedBatch:
     def _lengths(self, device: torch.device) -> Tensor:
         """Return the number of tokens of text in every row, (B, 1)."""
         batch, length = self.shape
-        lengths = torch.full((batch, 1), length) if self.text is None else self.text.sum(1, keepdim=True)
+        lengths = torch.full((batch, 1), length, device=device) if self.text is None else self.text.sum(1, keepdim=True)
         return lengths.to(device)
 
     def targets(self, labels: Tensor, ignored: int, *, shifted: bool = False) -> Tensor:
