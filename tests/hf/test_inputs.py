@@ -193,16 +193,19 @@ def test_a_row_without_text_keeps_its_state(pair):
         torch.testing.assert_close(last[:1], ours(torch.cat([ids, ids[:, :1]], 1))[0][:1, -1:], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(("variant", "length"), [("gecko", 20), ("window-linear", 1), ("megalodon", 16)])
+@pytest.mark.parametrize(("variant", "length"), [("gecko", 20), ("window-linear", 1)])
 def test_an_exported_program_computes_the_logits_of_other_tokens(variant, length, pair):
-    model, file = pair(variant)[1], io.BytesIO()
+    model = pair(variant)[1]
     with torch.no_grad():
         program = torch.export.export(model, (tokens(2, length),), strict=False)
         others = tokens(2, length).flip(0, 1)
         expected = model(others).logits
         torch.testing.assert_close(program.module()(others).logits, expected, rtol=1e-4, atol=1e-5)
-        if variant != "gecko":
-            return
+
+
+def test_an_exported_program_of_embeddings_is_saved_and_loaded(pair):
+    model, file = pair("megalodon")[1], io.BytesIO()
+    with torch.no_grad():
         embeds = model.get_input_embeddings()(tokens(1, 5))
         program = torch.export.export(model, (), {"inputs_embeds": embeds}, strict=False)
         torch.export.save(program, file)

@@ -151,29 +151,28 @@ with torch.no_grad():
     for parameter in model.parameters():
         parameter.add_(1)
     _, state = model(torch.ones(1, 5, dtype=torch.int64))
-limit = int(sys.argv[3])
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-for save, path in ((model.save, sys.argv[1]), (state.save, sys.argv[2])):
-    try:
-        save(path)
-    except OSError as error:
-        print(error)
-    else:
-        print("wrote")
+for limit in (0, 1000, 9000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    for save, path in ((model.save, sys.argv[1]), (state.save, sys.argv[2])):
+        try:
+            save(path)
+        except OSError as error:
+            print(error)
+        else:
+            print("wrote")
 """
 
 
-@pytest.mark.parametrize("limit", [0, 9000])
-def test_a_full_disk_keeps_what_was_there(tmp_path, limit):
+def test_a_full_disk_keeps_what_was_there(tmp_path):
     model, text = cases.model("gecko", torch.float32), tokens(1, 20)
     with torch.no_grad():
         model.save(tmp_path / "model")
         logits, state = model(text)
     state.save(tmp_path / "state")
     environment = {**os.environ, "PYTHONPATH": str(Path(gecko.__file__).parents[1])}
-    arguments = [sys.executable, "-c", FULL_DISK, tmp_path / "model", tmp_path / "state", str(limit)]
+    arguments = [sys.executable, "-c", FULL_DISK, tmp_path / "model", tmp_path / "state"]
     ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
-    for line, what in zip(ran.stdout.splitlines(), ("model.safetensors", "state"), strict=True):
+    for line, what in zip(ran.stdout.splitlines(), 3 * ("model.safetensors", "state"), strict=True):
         assert f"could not write {tmp_path}" in line and what in line
         assert "what was there before is unchanged. Free some space" in line
     with torch.no_grad():

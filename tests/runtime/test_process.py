@@ -53,6 +53,7 @@ PROGRAM = """
 import torch
 from gecko.runtime.process import flushed_denormals
 torch.set_num_threads(3)
+assert (torch.full((1,), 1.0e-30) * 1.0e-9).any()
 with flushed_denormals():
     small = torch.full((1 << 20,), 1.0e-30)
     assert not (small * 1.0e-9).any()
@@ -77,8 +78,6 @@ def test_denormals_are_flushed_within_the_context_only_and_by_all_threads_that_s
         raise KeyError
     assert small()
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
-    with pytest.raises(subprocess.CalledProcessError):
-        subprocess.run([sys.executable, "-c", PROGRAM.replace("with flushed_denormals()", "if True")], check=True)
 
 
 MEGABYTES = 1 << 20

@@ -241,6 +241,7 @@ class PaddedBatch:
         if self.starts is not None:
             ids = self.starts.long().cumsum(1)
             ids = ids if before is None else ids + before.clock.segment_id.to(ids.device).unsqueeze(1)
+        state: GeckoState | None
         if self.text is None:
             layers, state = _read(model, self.inputs, ids, before, every)
         else:

@@ -78,8 +78,8 @@ def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
             write_text(path, json.dumps(fields, indent=2) + "\n")
     card = Path(folder) / "README.md"
     if not card.exists():
-        count, config = sum(parameter.numel() for parameter in model.parameters()), model.config
-        sizes = {"parameters": count, "layers": config.num_layers, "vocabulary": config.vocab_size}
+        count = sum(parameter.numel() for parameter in model.parameters())
+        sizes = {"parameters": count, "layers": model.config.num_layers, "vocabulary": model.config.vocab_size}
         write_text(card, _CARD.format(name=card.resolve().parent.name, version=__version__, **sizes))
 
 
