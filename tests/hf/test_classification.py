@@ -23,7 +23,7 @@ def classifier() -> GeckoForSequenceClassification:
     return GeckoForSequenceClassification(GeckoConfig.of(BYTES, num_labels=3, pad_token_id=PADDING)).double().eval()
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, WIDTH - 6)), min_size=1, max_size=4), st.booleans())
 def test_scores_are_as_alone(classifier, rows, masked):
     """The mask marks padding; without one, the padding id before and after a text does. Inside, the id is text."""
@@ -127,7 +127,7 @@ def test_a_reward_model_learns(text_folder, tmp_path):
     ]
     model = AutoModelForSequenceClassification.from_pretrained(text_folder, num_labels=1, pad_token_id=PADDING)
     trainer = trl.RewardTrainer(
-        model=model, args=trl.RewardConfig(**arguments(tmp_path, per_device_train_batch_size=8), bf16=False),
+        model=model, args=trl.RewardConfig(**arguments(tmp_path), bf16=False),
         train_dataset=datasets.Dataset.from_list(pairs), processing_class=chat_tokenizer(),
         peft_config=peft.LoraConfig(r=8, target_modules=list(PROJECTIONS), task_type="SEQ_CLS"),
     )  # fmt: skip

@@ -34,7 +34,7 @@ def batch(rows: list[tuple[int, int]], seed: int) -> tuple[torch.Tensor, torch.T
     return tokens(len(rows), LENGTH, seed).masked_fill(~mask, 10_000), mask.long()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(layouts(), st.booleans(), st.booleans())
 def test_rows_are_as_alone(pair, rows, use_cache, after):
     ours, theirs = pair("window-linear" if len(rows) % 2 else "gecko")
@@ -63,7 +63,7 @@ def test_rows_are_as_alone(pair, rows, use_cache, after):
         assert out.past_key_values is None
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(layouts())
 def test_generated_rows_are_as_alone(pair, rows):
     ours, theirs = pair("chunk" if len(rows) % 2 else "gecko")
@@ -104,7 +104,7 @@ def test_padding_inside_a_text_is_not_read(pair, data, use_cache):
     torch.testing.assert_close(out.loss, losses / max(count, 1), rtol=0, atol=1e-11)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(layouts(), st.lists(st.integers(1, LENGTH - 1), max_size=4), st.booleans())
 def test_a_batch_in_chunks_is_the_whole(pair, rows, cuts, after):
     """A chunk may hold only padding of some rows; the last column continues every row in the end."""
