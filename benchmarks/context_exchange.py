@@ -88,7 +88,7 @@ class CountingGroup(P2PGroup):
             if 0 <= self.rank - distance < self.size:
                 works.append(dist.irecv(into, group=self.group, group_src=self.rank - distance))
             if 0 <= self.rank + distance < self.size:
-                sent = self._sender.submit(self._send, out, self.rank + distance, due)
+                sent = self._sender.submit(self._send_late, out, self.rank + distance, due)
                 works.append(SimpleNamespace(wait=sent.result))
         return works
 
@@ -96,7 +96,7 @@ class CountingGroup(P2PGroup):
     def _sender(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1)  # sends stay in order; each waits for its own due time
 
-    def _send(self, tensor: Tensor, rank: int, due: float) -> None:
+    def _send_late(self, tensor: Tensor, rank: int, due: float) -> None:
         time.sleep(max(0.0, due - time.perf_counter()))
         dist.send(tensor, group=self.group, group_dst=rank)
 
