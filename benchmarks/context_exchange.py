@@ -12,9 +12,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +77,7 @@ class CountingGroup(P2PGroup):
     sent = batches = 0
     delay = 0.0
 
-    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[Work]:
+    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], distances: Sequence[int]) -> list[Any]:
         there = [0 <= self.rank + distance < self.size for distance in distances]
         self.sent += sum(x.nbytes for x, is_there in zip(outgoing, there, strict=True) if is_there)
         self.batches += 1
@@ -86,29 +88,17 @@ class CountingGroup(P2PGroup):
             if 0 <= self.rank - distance < self.size:
                 works.append(dist.irecv(into, group=self.group, group_src=self.rank - distance))
             if 0 <= self.rank + distance < self.size:
-                works.append(Waiting(self._sender.submit(self._send, out, self.rank + distance, due)))
+                sent = self._sender.submit(self._send_late, out, self.rank + distance, due)
+                works.append(SimpleNamespace(wait=sent.result))
         return works
 
     @cached_property
     def _sender(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1)  # sends stay in order; each waits for its own due time
 
-    def _send(self, tensor: Tensor, rank: int, due: float) -> None:
+    def _send_late(self, tensor: Tensor, rank: int, due: float) -> None:
         time.sleep(max(0.0, due - time.perf_counter()))
         dist.send(tensor, group=self.group, group_dst=rank)
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A send in another thread."""
-
-    future: Future[None]
-
-    def wait(self) -> None:
-        self.future.result()
-
-
-Work = dist.Work | Waiting
 
 
 def passes_on_rank(rank: int, ranks: int, config: GeckoConfig, checkpointing: str, folder: str) -> None:

@@ -66,23 +66,15 @@ def _trained() -> list[str]:
         seeds, n = ", ".join(str(record["seed"]) for record in of), f"{near[1]:,} and {far[1]:,}"
         guessing = of[0]["settings"]["guessing"]
         rows.append((task, ", ".join(changes), seeds, _share(*near), _share(*far), n, guessing))
-    columns = [
-        "task",
-        "changes",
-        "seeds",
-        "0 or 1 chunks away|>",
-        f"{FAR} or more chunks away|>",
-        "n|>",
-        "guessing|.3f",
-    ]
+    places = "0 or 1 chunks away|>", f"{FAR} or more chunks away|>"
+    columns = ["task", "changes", "seeds", *places, "n|>", "guessing|.3f"]
     return ["## Trained from scratch", f"`gecko eval diagnose TASK {' '.join(common)}`", table(columns, rows)]
 
 
 def _pooled(records: Sequence[dict[str, Any]], far: bool) -> tuple[int, int]:
     """Return the numbers of correct and of all answers, for questions that are far away or near."""
     distances = [(score["where"]["chunks before the question"], score) for one in records for score in one["scores"]]
-    found = [score for distance, score in distances if distance != "any" and (distance >= FAR) is far]
-    return sum(round(one["value"] * one["n"]) for one in found), sum(one["n"] for one in found)
+    return kept.pooled(score for distance, score in distances if distance != "any" and (distance >= FAR) is far)
 
 
 def _share(hits: int, total: int) -> str:

@@ -222,11 +222,10 @@ def needles() -> Row:
 
 def _needle_hits(record: Mapping[str, Any], length: int, chunks: int) -> tuple[int, int]:
     """Return the right answers and all answers in documents of this length with one needle, from ``chunks`` away."""
-    scores = [
+    return kept.pooled(
         one for one in record["scores"]
         if (one["where"]["length"], one["where"]["needles"]) == (length, 1) and one["where"]["chunks"] >= chunks
-    ]  # fmt: skip
-    return sum(round(one["value"] * one["n"]) for one in scores), sum(one["n"] for one in scores)
+    )  # fmt: skip
 
 
 def _shares(found: list[tuple[int, int]]) -> str:

@@ -19,7 +19,7 @@ import lzma
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,12 @@ def _value(text: str) -> str | int | float:
         except ValueError:
             pass
     return text
+
+
+def pooled(scores: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Return the numbers of right answers and of all answers of several scores."""
+    found = list(scores)
+    return sum(round(one["value"] * one["n"]) for one in found), sum(one["n"] for one in found)
 
 
 def keep_results(name: str, results: Results, command: str, model: Mapping[str, Any] | None = None) -> None:

@@ -102,19 +102,23 @@ class Job:
         return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
     def step(self) -> int:
-        records = read_metrics(self.output / "metrics.jsonl")
-        return max((record["step"] for record in records), default=0)
+        return last_step(self.output)
 
     def newest_checkpoint(self) -> int:
         return max((checkpoint_step(path) for path in list_checkpoints(self.output / "checkpoints")), default=0)
 
-    def resumptions(self) -> list[int]:
-        """Return the step of each resumption that a session has reported."""
-        return [int(step) for step in RESUMED.findall(self.log.read_text(encoding="utf-8"))]
-
     def wait(self) -> None:
         if self.process.wait() != 0:
             raise RuntimeError(f"the job ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+
+
+def last_step(output: Path) -> int:
+    return max((record["step"] for record in read_metrics(output / "metrics.jsonl")), default=0)
+
+
+def resumptions_in(log: Path) -> list[int]:
+    """Return the step of each resumption that the sessions of a log have reported."""
+    return [int(step) for step in RESUMED.findall(log.read_text(encoding="utf-8") if log.exists() else "")]
 
 
 def kill_at_random(job: Job, kills: int, steps: int, seed: int) -> list[Kill]:
@@ -144,7 +148,7 @@ def wait_until(happened: Callable[[], object], job: Job) -> None:
 def _kill_one(job: Job, choose: random.Random, phase: str) -> Kill:
     wait_until(job.workers, job)
     workers = job.workers()
-    step, checkpoint, resumptions = job.step(), job.newest_checkpoint(), len(job.resumptions())
+    step, checkpoint, resumptions = job.step(), job.newest_checkpoint(), len(resumptions_in(job.log))
     rank = choose.randrange(len(workers))
     workers[rank].send_signal(signal.SIGKILL)
     workers[rank].wait()
@@ -192,7 +196,7 @@ def measure(folder: Path, kills: int, ranks: int, steps: int, seed: int) -> str:
     done = kill_at_random(job, kills, steps, seed)
     job.wait()
     seconds = middle - begin, time.monotonic() - middle
-    pairs = list(zip(done, resumed_after(done, job.resumptions()), strict=True))
+    pairs = list(zip(done, resumed_after(done, resumptions_in(job.log)), strict=True))
     ends = [json.loads((one.output / "results.json").read_text(encoding="utf-8")) for one in (alone, job)]
     same = {
         "Never went back past the newest finished checkpoint": all(x.checkpoint <= (after or 0) for x, after in pairs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 import gecko
 from gecko.data.sources import stdlib_files
 from gecko.runtime.process import processor_name
-from gecko.train import latest_checkpoint
+from gecko.train import Run, latest_checkpoint, train
 from gecko.train.throughput import describe_hardware
 
 BLOCK = 1 << 14
@@ -94,6 +96,14 @@ def find_model(name: str) -> Path:
     if newest is None:
         raise FileNotFoundError(f"{checkpoints} must hold a checkpoint; it has none: gecko train tiny --out {name}")
     return newest
+
+
+def trained_loss(run: Run) -> float:
+    """Return the held-out loss of a run in nats per byte; train it if that was not done."""
+    results = run.folder / "results.json"
+    if not results.is_file() and not train(run, resume=True).finished:
+        raise SystemExit("stopped; the same command continues")
+    return json.loads(results.read_text(encoding="utf-8"))["nats_per_byte"]
 
 
 def size_of(model: nn.Module) -> int:
@@ -184,6 +194,18 @@ def serving(folder: Path, *options: str, threads: int = 1) -> Iterator[tuple[psu
         with suppress(psutil.NoSuchProcess):  # it may have ended
             process.kill()
         process.wait()
+
+
+def settled_numbers(port: int, seconds: float = 10) -> dict[str, float]:
+    """Return the server's metrics once it is idle, or after some seconds."""
+    for _ in range(round(10 * seconds)):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            lines = response.read().decode().splitlines()
+        numbers = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+        if numbers["gecko_rows_active"] + numbers["gecko_queue_length"] == 0:
+            break
+        time.sleep(0.1)
+    return numbers
 
 
 # Pages

@@ -14,7 +14,7 @@ import numpy as np
 from diagnostics import beyond_window
 from measuring import table
 
-from gecko.eval.results import Values, bootstrap_mean
+from gecko.eval.results import bootstrap_mean
 from gecko.experiments.rows import grouped
 
 FOLDER = kept.FOLDER / "memory_forms"
@@ -22,16 +22,10 @@ LENGTHS = "memory_forms/lengths"
 LONG = 2**22
 
 FORMS = (
-    "keys of 1 (paper)",
-    "keys of 1, learned temperature",
-    "keys of 5.66",
-    "keys of 11.31",
-    "keys of 11.31, forgetting 1/16",
-    "keys of 11.31, forgetting 1/256",
-    "keys of 11.31, scaled read",
-    "keys of 11.31, gated read",
-    "no memory",
-)
+    "keys of 1 (paper)", "keys of 1, learned temperature", "keys of 5.66", "keys of 11.31",
+    "keys of 11.31, forgetting 1/16", "keys of 11.31, forgetting 1/256", "keys of 11.31, scaled read",
+    "keys of 11.31, gated read", "no memory",
+)  # fmt: skip
 """The first is the reference."""
 
 
@@ -82,19 +76,15 @@ def differences(name: str) -> dict[str, list[float]]:
     pairs = [(record, first) for record, first in _with_first(name) if first is not None]
     return {
         "recall": [beyond_window(record) for record in _records("recall", name).values()],
-        "novels": [float(_row_differences(*pair).mean()) for pair in pairs],
+        "novels": [float(np.subtract(record["rows"], first["rows"]).mean()) for record, first in pairs],
         "Gibbon": [_at_end(record) - _at_end(first) for record, first in pairs],
     }
-
-
-def _row_differences(record: dict[str, Any], first: dict[str, Any]) -> Values:
-    return np.array(record["rows"]) - np.array(first["rows"])
 
 
 def _novels(record: dict[str, Any], first: dict[str, Any] | None) -> str:
     if first is None:
         return f"{record['scores'][0]['value']:.4f}"
-    rows = _row_differences(record, first)
+    rows = np.subtract(record["rows"], first["rows"])
     interval = bootstrap_mean(rows, "rows", 0)
     return f"{rows.mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kill_recovery import RESUMED, Job, small_run
+from kill_recovery import Job, last_step, resumptions_in, small_run
 from measuring import parsed, parser_of, publish, table
 
 from gecko.train import CheckpointSettings, ParallelSettings, train
@@ -207,13 +207,7 @@ def _wait(happened: Callable[[], bool], logs: Sequence[Path]) -> None:
 
 
 def resumed_at(logs: Sequence[Path]) -> int | None:
-    found = [RESUMED.findall(log.read_text(encoding="utf-8")) for log in logs if log.exists()]
-    return max((int(step) for steps in found for step in steps), default=None)
-
-
-def last_step(output: Path) -> int:
-    path = output / "metrics.jsonl"
-    return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
+    return max((step for log in logs for step in resumptions_in(log)), default=None)
 
 
 def losses(output: Path, steps: int) -> list[float]:

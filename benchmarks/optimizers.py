@@ -11,7 +11,6 @@ last it trains with AdamW and linear layers in emulated float8, at AdamW's rate 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import subprocess
 import sys
@@ -19,11 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring import parsed, parser_of, publish, table
+from measuring import parsed, parser_of, publish, table, trained_loss
 
 from gecko.recipes import apply_overrides, get_recipe
-from gecko.train import Run, train
-from gecko.train.finish import RESULTS
+from gecko.train import Run
 from gecko.train.metrics import METRICS, read_metrics
 from gecko.train.run import RECIPE
 
@@ -62,15 +60,9 @@ def trained_again(folder: Path, runs: Path, seeds: Sequence[str], part: float = 
         before = Run.load(runs / f"seed-{seed}" / RECIPE)
         assert before.steps is not None
         output = str(folder / f"seed-{seed}")
-        run = dataclasses.replace(before, steps=round(part * before.steps), output=output, **changes)
-        if not (run.folder / RESULTS).is_file() and not train(run, resume=True).finished:
-            raise SystemExit("stopped; the same command continues")
-        again.append(run)
+        again.append(dataclasses.replace(before, steps=round(part * before.steps), output=output, **changes))
+        trained_loss(again[-1])
     return again
-
-
-def final_loss(run: Run) -> float:
-    return json.loads((run.folder / RESULTS).read_text(encoding="utf-8"))["nats_per_byte"]
 
 
 def main() -> None:
@@ -90,7 +82,7 @@ def main() -> None:
     float8 = trained_again(given.out / "float8", compared / "adamw", seeds, precision="float8_emulated")
     adamw, muon = ([Run.load(compared / n / f"seed-{seed}" / RECIPE) for seed in seeds] for n in OPTIMIZERS)
     ends = {"AdamW": adamw, "Muon": muon, f"Muon, {PART:.0%} of the steps": short, "AdamW, float8 emulated": float8}
-    finals = {name: list(map(final_loss, runs)) for name, runs in ends.items()}
+    finals = {name: list(map(trained_loss, runs)) for name, runs in ends.items()}
     results = [
         (name, runs[0].steps, runs[0].optimizer.learning_rate, statistics.fmean(finals[name]),
          ", ".join(f"{loss:.4f}" for loss in finals[name]))

@@ -8,7 +8,6 @@ The sizes of states come from the presets, and the speeds from ``results/trainin
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from xml.sax.saxutils import escape
 import capacity
 import ladder
 import torch
+from measuring import parser_of
 
 import gecko
 from gecko.state import GeckoState
@@ -279,9 +279,7 @@ def drawn() -> tuple[Callable[[], Drawing], ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the pictures")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     PICTURES.mkdir(exist_ok=True)
     for draw in drawn():
         path, svg = PICTURES / f"{draw.__name__}.svg", draw().svg()

@@ -12,17 +12,15 @@ first width costs at the others: the difference to the best loss of the same wid
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from measuring import parsed, parser_of, publish, table
+from measuring import parsed, parser_of, publish, table, trained_loss
 
 from gecko.recipes import get_recipe
-from gecko.train import CheckpointSettings, EvaluationSettings, Run, SampleSettings, SkipSettings, train
-from gecko.train.finish import RESULTS
+from gecko.train import CheckpointSettings, EvaluationSettings, Run, SampleSettings, SkipSettings
 
 WIDTHS = (64, 128, 256)
 BASE = WIDTHS[0]
@@ -41,27 +39,18 @@ class Trial:
     def run(self, folder: Path, steps: int, seed: int) -> Run:
         """Return the run. ``tiny`` has width 128; its dimensions are scaled, and heads, chunks and modes stay."""
         tiny, times = get_recipe("tiny"), self.width / 128
+        rule = "rule" if self.ruled else "same"
+        name = f"{self.optimizer}-{self.width}-{rule}-{self.rate:g}-seed-{seed}"
         sizes = {name: int(getattr(tiny.model, name) * times) for name in ("key_dim", "value_dim", "ffn_dim")}
         optimizer = replace(
             tiny.optimizer, name=self.optimizer, learning_rate=self.rate, base_width=BASE if self.ruled else None
         )
         return replace(
-            tiny, model=replace(tiny.model, model_dim=self.width, **sizes), output=str(folder / self.name(seed)),
+            tiny, model=replace(tiny.model, model_dim=self.width, **sizes), output=str(folder / name),
             batch_size=ROWS, sequence_length=LENGTH, steps=steps, minutes=None, precision="float32", threads=1,
             seed=seed, optimizer=optimizer, evaluation=EvaluationSettings(10**6, 1, 128),
             checkpoint=CheckpointSettings(every=10**6), sample=SampleSettings(tokens=0), skip=SkipSettings(None),
         )  # fmt: skip
-
-    def name(self, seed: int) -> str:
-        rule = "rule" if self.ruled else "same"
-        return f"{self.optimizer}-{self.width}-{rule}-{self.rate:g}-seed-{seed}"
-
-    def loss(self, folder: Path, steps: int, seed: int) -> float:
-        """Return the held-out loss of the trained model in nats per byte; train it if it was not."""
-        results = folder / self.name(seed) / RESULTS
-        if not results.is_file() and not train(self.run(folder, steps, seed), resume=True).finished:
-            raise SystemExit("stopped; the same command continues")
-        return json.loads(results.read_text(encoding="utf-8"))["nats_per_byte"]
 
 
 def ways(width: int) -> tuple[bool, ...]:
@@ -98,7 +87,8 @@ def main() -> None:
     given = parsed(parser)
     trials = itertools.product(RATES, given.widths, (False, True), range(4))
     chosen = [Trial(name, width, ruled, RATES[name][i]) for name, width, ruled, i in trials if ruled in ways(width)]
-    losses = {one: fmean(one.loss(given.out, given.steps, seed) for seed in range(given.seeds)) for one in chosen}
+    runs = {one: [one.run(given.out, given.steps, seed) for seed in range(given.seeds)] for one in chosen}
+    losses = {one: fmean(map(trained_loss, of)) for one, of in runs.items()}
     publish(
         "rates.md", given, "Learning rates across widths", "",
         f"`tiny` at {len(given.widths)} widths; {given.steps} steps of {ROWS} rows of {LENGTH} bytes of Python's "

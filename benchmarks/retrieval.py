@@ -265,10 +265,9 @@ def page() -> str:
 
 
 def _cell(scores: Sequence[dict[str, Any]], low: int, high: int) -> str:
-    inside = [score for score in scores if low <= score["where"]["chunks"] <= high]
-    if not (total := sum(score["n"] for score in inside)):
+    hits, total = kept.pooled(score for score in scores if low <= score["where"]["chunks"] <= high)
+    if not total:
         return "none"
-    hits = sum(round(score["value"] * score["n"]) for score in inside)
     interval = wilson(hits, total)
     return f"{hits / total:.3f} [{interval.low:.3f}, {interval.high:.3f}] ({total:,})"
 

@@ -9,12 +9,11 @@ Needs Chromium, and the extra ``dev`` for Playwright.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
 
-from measuring import serving
+from measuring import parser_of, serving
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 QUESTIONS = {
@@ -38,7 +37,7 @@ def chat_page(page: Any, picture: str, model: Path) -> None:
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=False)
     parser.add_argument("--chat", type=Path, help="run or folder of a model that was fine-tuned on chats")
     parser.add_argument("--smollm2", type=Path, dest="chat_smollm2", help="folder of gecko convert smollm2")
     parser.add_argument("--report", type=Path, help="training run with a report.html")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import re
 import socket
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 
 import psutil
 import torch
-from measuring import parsed, parser_of, publish, serving, table
+from measuring import parsed, parser_of, publish, serving, settled_numbers, table
 
 import gecko
 from gecko.serving.options import Limits
@@ -186,17 +185,6 @@ def _healthy(port: int) -> bool:
         return False
 
 
-def settle(port: int) -> None:
-    """Wait until the server is idle, for a minute at most."""
-    for _ in range(600):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-            lines = response.read().decode().splitlines()
-        busy = [float(line.split()[1]) for line in lines if re.match("gecko_(rows_active|queue_length) ", line)]
-        if not any(busy):
-            return
-        time.sleep(0.1)
-
-
 @contextmanager
 def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Popen, int]]:
     """Start a server of the model in ``folder``; yield its process and its port."""
@@ -208,26 +196,21 @@ def server(folder: Path, threads: int = 1) -> Iterator[tuple[psutil.Popen, int]]
         yield process, port
 
 
-@contextmanager
-def small_model() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        gecko.Gecko(gecko.GeckoConfig.preset("tiny")).save(folder)
-        yield Path(folder)
-
-
 def main() -> int:
     given = parsed(parser_of(__doc__, only=("", "only attacks with this in their name")))
     rows, seen = [], list[Watch]()
-    with small_model() as folder, server(folder) as (process, port):
-        start = process.memory_info().rss
-        for name, attack in attacks():
-            if given.only in name:
-                seen.append(watch(process, port, attack))
-                answers = ", ".join(f"{count} × {answer}" for answer, count in sorted(seen[-1].answers.items()))
-                rows.append((name, answers, seen[-1].slowest, seen[-1].growth / 1e6))
-                print(*rows[-1], sep=" | ", flush=True)
-                settle(port)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        gecko.Gecko(gecko.GeckoConfig.preset("tiny")).save(folder)
+        with server(Path(folder)) as (process, port):
+            start = process.memory_info().rss
+            for name, attack in attacks():
+                if given.only in name:
+                    seen.append(watch(process, port, attack))
+                    answers = ", ".join(f"{count} × {answer}" for answer, count in sorted(seen[-1].answers.items()))
+                    rows.append((name, answers, seen[-1].slowest, seen[-1].growth / 1e6))
+                    print(*rows[-1], sep=" | ", flush=True)
+                    settled_numbers(port, 60)
     publish(
         "server_attacks.md", given, "The server under attack",
         "Model: `tiny` with random weights, one thread, no prefix cache, the limits that `gecko serve` has by default. "

@@ -21,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from typing import NamedTuple
 
 import psutil
 import torch
-from measuring import described, median_seconds, parsed, parser_of, publish, serving, table
+from measuring import described, median_seconds, parsed, parser_of, publish, serving, settled_numbers, table
 
 import gecko
 from gecko.inference import Sampling, read
@@ -298,18 +297,6 @@ async def stream(
         else:
             made = event["usage"]["completion_tokens"]
     return "cut short"
-
-
-def settled_numbers(port: int) -> dict[str, float]:
-    """Return the server's metrics once it is idle, or after ten seconds."""
-    for _ in range(100):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-            lines = response.read().decode().splitlines()
-        numbers = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
-        if numbers["gecko_rows_active"] + numbers["gecko_queue_length"] == 0:
-            break
-        time.sleep(0.1)
-    return numbers
 
 
 def thirds(values: Sequence[int]) -> tuple[float, float]:

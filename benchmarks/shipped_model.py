@@ -59,23 +59,14 @@ def main() -> None:
     starts = installed_starts()
     steps = max(record["step"] for record in read_metrics(given.run / METRICS) if record["kind"] == "train")
     step = recipe.batch_size * recipe.sequence_length
-    numbers = {
-        "date": date.today(),
-        "processor": processor_name(),
-        "parameters": size_of(exact),
-        "bytes": (target / "model.safetensors").stat().st_size,
-        "tokens_per_step": step,
-        "steps": steps,
-        "passes": steps * step / given.bytes,
-        "rows": given.rows,
-        "loss": loss,
-        "stored": stored,
-        "text": starts.text,
-        "first": statistics.median(starts.first),
-        "later": statistics.median(starts.later),
-    }
-    (target / "README.md").write_text(CARD.read_text(encoding="utf-8").format(**numbers), encoding="utf-8")
-    print((target / "README.md").read_text(encoding="utf-8"))
+    card = CARD.read_text(encoding="utf-8").format(
+        date=date.today(), processor=processor_name(), parameters=size_of(exact),
+        bytes=(target / "model.safetensors").stat().st_size, tokens_per_step=step, steps=steps,
+        passes=steps * step / given.bytes, rows=given.rows, loss=loss, stored=stored, text=starts.text,
+        first=statistics.median(starts.first), later=statistics.median(starts.later),
+    )  # fmt: skip
+    (target / "README.md").write_text(card, encoding="utf-8")
+    print(card)
 
 
 if __name__ == "__main__":

@@ -123,9 +123,15 @@ def test_a_converted_gekko_computes_its_equations(ranks: int, tmp_path: Path) ->
     torch.testing.assert_close(model.double()(text)[0][0], wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_a_key_norm_without_a_weight_is_one_of_zeros(tmp_path: Path) -> None:
-    weights = {name: x for name, x in random_weights().items() if "key_norm" not in name}
-    convert_model(str(write(tmp_path / "theirs", weights)), tmp_path / "ours")
+def test_key_norms_without_weights_are_zeros_in_all_layers_or_in_none(tmp_path: Path) -> None:
+    weights = random_weights()
+    for lacking, folder in (("gda.key_norm", "all"), ("layers.1.gda.key_norm", "one")):
+        theirs = write(tmp_path / folder, {name: x for name, x in weights.items() if lacking not in name})
+        if folder == "one":
+            with pytest.raises(ValueError, match="key_norm"):
+                convert_model(str(theirs), tmp_path / "other")
+        else:
+            convert_model(str(theirs), tmp_path / "ours")
     assert not gecko.load(tmp_path / "ours").blocks[1].mixer.key_norm.weight.any()
 
 
@@ -174,13 +180,10 @@ def test_what_a_block_does_not_compute_is_refused_by_name(name: str) -> None:
         from_reference(FIELDS | changes, random_weights())
 
 
-def test_a_config_without_a_field_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have timenorm_eps"):
-        from_reference({name: x for name, x in FIELDS.items() if name != "timenorm_eps"}, random_weights())
-
-
-def test_other_tensors_are_refused_by_name() -> None:
+def test_other_tensors_and_a_missing_field_are_refused_by_name() -> None:
     weights = random_weights()
+    with pytest.raises(ValueError, match="must have timenorm_eps"):
+        from_reference({name: x for name, x in FIELDS.items() if name != "timenorm_eps"}, weights)
     for name, x in {
         "layers.1.gda.v_conv.weight": torch.zeros(12, 3), "layers.0.gda.wg.weight": torch.zeros(4, 32),
         "layers.0.gda.timenorm.prior_mean": torch.ones(4),
@@ -269,9 +272,3 @@ def test_an_index_that_changes_classes_runs_nothing(tmp_path: Path, monkeypatch:
     with pytest.raises(ValueError, match=r"could be code|must hold"):
         convert_model(str(part.parent), tmp_path / "ours")
     assert not (tmp_path / "planted").exists() and _MEM_FORMAT_ENCODING.__bases__ == before
-
-
-def test_a_key_norm_that_one_layer_lacks_is_refused(tmp_path: Path) -> None:
-    weights = {name: x for name, x in random_weights().items() if not name.startswith("layers.1.gda.key_norm")}
-    with pytest.raises(ValueError, match=r"layers\.1\.gda\.key_norm|key_norm"):
-        convert_model(str(write(tmp_path / "theirs", weights)), tmp_path / "ours")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_logits_of_two_chunks(name: str, tmp_path: Path) -> None:
     check(random_model(*CASES[name]), tmp_path, CHUNK)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_logits_of_any_sizes(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     heads, group, half = draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 5)
@@ -71,16 +72,14 @@ def test_float32_is_as_near_as_their_own_forms(name: str, tmp_path: Path) -> Non
         theirs.save_pretrained(tmp_path / f"source-{seed}")
         convert_model(str(tmp_path / f"source-{seed}"), tmp_path / f"out-{seed}", chunk_size=CHUNK)
         tokens = torch.randint(37, (2, 2 * CHUNK), generator=torch.Generator().manual_seed(1))
+        forms = []
         with torch.no_grad():
-            eager, fused = (_with_attention(theirs, form)(tokens).logits for form in ("eager", "sdpa"))
-            found = gecko.load(tmp_path / f"out-{seed}")(tokens)[0]
+            for form in ("eager", "sdpa"):
+                theirs.set_attn_implementation(form)
+                forms.append(theirs(tokens).logits)
+            found, (eager, fused) = gecko.load(tmp_path / f"out-{seed}")(tokens)[0], forms
         own, between = max(own, float((eager - fused).abs().max())), max(between, float((found - eager).abs().max()))
     assert 0 < between <= 2 * own
-
-
-def _with_attention(model: Any, form: str) -> Any:
-    model.set_attn_implementation(form)
-    return model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -103,16 +102,8 @@ def test_dtypes_lose_nothing(dtype: torch.dtype, name: str, tmp_path: Path) -> N
         assert float((own / given - 1).abs().max()) < 1e-5
 
 
-def test_one_file_or_several_are_the_same_model(tmp_path: Path) -> None:
-    model = random_model(*CASES["llama"])
-    for name, size in (("one", "1GB"), ("several", "5KB")):
-        model.save_pretrained(tmp_path / name, max_shard_size=size)
-        convert_model(str(tmp_path / name), tmp_path / f"{name}-out")
-    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
-    assert gecko.load(tmp_path / "one-out").fingerprint() == gecko.load(tmp_path / "several-out").fingerprint()
-
-
 def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
+    """Names cannot change the card."""
     source = write_tiny(tmp_path / "Small-Llama")
     for name in ("LICENSE.txt", "Notice", "tokenizer.model", "chat_template.jinja", "notes.txt"):
         (source / name).write_text(name)
@@ -129,13 +120,10 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
         assert text in card
     config = gecko.load(tmp_path / "out").config
     assert (config.chunk_size, config.sinks) == (16, 3)
-
-
-def test_names_cannot_change_the_card(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "x\n# y](z)`<b>")
     (source / "README.md").write_text("license: <script>\n")
-    convert_model(str(source), tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
+    convert_model(str(source), tmp_path / "other")
+    card = (tmp_path / "other" / "README.md").read_text()
     assert "# x # y (z) b in a Gecko block" in card and "<" not in card and "see its source" in card
 
 
@@ -177,13 +165,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_fields_are_refused_by_name(number: int, tmp_path: Path) -> None:
-    changes, message = REFUSED[number]
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda _: "")
+def test_fields_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "source", changes)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         convert_model(str(source), tmp_path / "out", chunk_size=16)
-    assert message in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -201,26 +187,21 @@ WEIGHTS: list[tuple[dict[str, Tensor | None], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(WEIGHTS)))
-def test_weights_are_refused_by_name(number: int, tmp_path: Path) -> None:
-    changes, message = WEIGHTS[number]
+@pytest.mark.parametrize(("changes", "message"), WEIGHTS, ids=lambda _: "")
+def test_weights_are_refused_by_name(changes: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "source", weights=changes)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         convert_model(str(source), tmp_path / "out")
-    assert message in str(refused.value)
-
-
-def test_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path) -> None:
-    source = write_tiny(tmp_path / "source", weights={f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(2)})
-    convert_model(str(source), tmp_path / "out")
 
 
 def test_values_that_mean_nothing_are_accepted(tmp_path: Path) -> None:
+    """Also frequencies of old checkpoints."""
     config = {
         "rope_scaling": None, "rope_theta": 5e5, "attention_dropout": 0.1, "pretraining_tp": 2, "auto_map": None,
         "use_sliding_window": False, "sliding_window": 4, "attention_bias": False, "my_note": "x", "num_experts": 0,
     }  # fmt: skip
-    convert_model(str(write_tiny(tmp_path / "source", config)), tmp_path / "out")
+    weights = {f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    convert_model(str(write_tiny(tmp_path / "source", config, weights)), tmp_path / "out")
     assert gecko.load(tmp_path / "out").config.rope_base == 5e5
 
 
@@ -259,10 +240,9 @@ FOLDERS: list[tuple[Any, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(FOLDERS)))
-def test_damaged_folders_give_one_error(number: int, tmp_path: Path) -> None:
-    damage, kind, message = FOLDERS[number]
+@pytest.mark.parametrize(("damage", "kind", "message"), FOLDERS, ids=lambda _: "")
+def test_damaged_folders_give_one_error(damage: Any, kind: type[Exception], message: str, tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "source")
     damage(source)
-    with pytest.raises(kind, match=message.replace("(", r"\(").replace("[", r"\[")):
+    with pytest.raises(kind, match=message):
         convert_model(str(source), tmp_path / "out")

@@ -55,19 +55,6 @@ class Fault:
                 return f"there is no test {test}"
         return None
 
-    def plant(self, folder: Path) -> str:
-        """Replace the code in the copy at ``folder``; return the original content of the file."""
-        path = folder / self.file
-        content = path.read_text(encoding="utf-8")
-        path.write_text(content.replace(self.old, self.new), encoding="utf-8")
-        return content
-
-
-def read_faults() -> list[Fault]:
-    """Return the faults of ``faults.toml`` in the order of the file."""
-    table = tomllib.loads((Path(__file__).parent / "faults.toml").read_text(encoding="utf-8"))
-    return [Fault(name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in table.items()]
-
 
 def copy_repository(folder: Path) -> None:
     """Copy what the tests need to ``folder``."""
@@ -99,11 +86,13 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
 
 def is_found(folder: Path, fault: Fault) -> bool:
     """Return whether the tests of ``fault`` fail while it is planted in the copy at ``folder``."""
-    original = fault.plant(folder)
+    path = folder / fault.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(original.replace(fault.old, fault.new), encoding="utf-8")
     try:
         return run_tests(folder, fault.tests)[0] == FAILED
     finally:
-        (folder / fault.file).write_text(original, encoding="utf-8")
+        path.write_text(original, encoding="utf-8")
 
 
 def main() -> int:
@@ -112,25 +101,24 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="words in the names of the faults to plant; all faults by default")
     parser.add_argument("--check", action="store_true", help="only print the faults that no longer apply")
     given = parser.parse_args()
-    words = given.names
-    chosen = [fault for fault in read_faults() if not words or any(word in fault.name for word in words)]
+    words, table = given.names, tomllib.loads((Path(__file__).parent / "faults.toml").read_text(encoding="utf-8"))
+    faults = (Fault(name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in table.items())
+    chosen = [fault for fault in faults if not words or any(word in fault.name for word in words)]
     if not chosen:
         parser.error(f"names must be part of a fault's name; got {' '.join(words)}.")
     outdated = {fault.name: reason for fault in chosen if (reason := fault.outdated()) is not None}
     for name, reason in outdated.items():
         print(f"OUTDATED   {name}: {reason}")
-    print(
-        f"{len(outdated)} of {len(chosen)} faults no longer apply; adapt them in tests/faults/faults.toml", flush=True
-    )
-    faults = [fault for fault in chosen if fault.name not in outdated]
+    told = f"{len(outdated)} of {len(chosen)} faults no longer apply; adapt them in tests/faults/faults.toml"
+    print(told, flush=True)
     if given.check:
         return 0
+    missed, chosen = [], [fault for fault in chosen if fault.name not in outdated]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         copy_repository(folder)
         sound: dict[tuple[str, ...], bool] = {}
-        missed = []
-        for fault in faults:
+        for fault in chosen:
             begin = time.perf_counter()
             if fault.tests not in sound:
                 sound[fault.tests] = run_tests(folder, fault.tests)[0] == PASSED
@@ -138,7 +126,7 @@ def main() -> int:
             verdict = "found" if found else "NOT FOUND" if sound[fault.tests] else "TESTS FAIL WITHOUT IT"
             print(f"{verdict:10} {fault.name} ({time.perf_counter() - begin:.0f} s)", flush=True)
             missed += [] if found else [fault.name]
-    print(f"{len(faults) - len(missed)} of {len(faults)} faults found")
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} faults found")
     return 1 if missed else 0
 
 

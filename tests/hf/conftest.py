@@ -33,6 +33,19 @@ def text_model() -> gecko.Gecko:
     return gecko.Gecko(BYTES)
 
 
+def arguments(folder: Path, **more: Any) -> dict[str, Any]:
+    """Return arguments of a short training on the CPU."""
+    return {
+        "output_dir": str(folder), "max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 1,
+        **more,
+    }  # fmt: skip
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bytes")

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from hf.conftest import arguments, losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gecko.data import load_tokenizer
+from gecko.data.chat import find_format
+from gecko.data.turns import Turn
 from gecko.hf import PROJECTIONS, byte_tokenizer, chat_tokenizer
 
 pytest.importorskip("jinja2")
@@ -24,24 +27,14 @@ def encode(messages: list[dict[str, str]], **options) -> list[int]:
     return chat_tokenizer().apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
-def test_the_template_is_the_plain_format_with_ends_of_answers():
-    text = byte_tokenizer().decode(encode(TALK, add_generation_prompt=True))
-    assert text == (
+def test_the_template_is_the_plain_format_with_ends_of_answers_which_are_marked():
+    prompt, whole = encode(TALK, add_generation_prompt=True), encode([*TALK, {"role": "assistant", "content": "4"}])
+    assert byte_tokenizer().decode(prompt) == (
         "<|endoftext|>System: be brief\n\nUser: 1 + 1?\n\nAssistant: 2<|endoftext|>\n\nUser: 2 + 2?\n\nAssistant:"
     )
-
-
-def test_a_prompt_is_the_beginning_of_what_is_trained():
-    answered = [*TALK, {"role": "assistant", "content": "4"}]
-    prompt, whole = encode(TALK, add_generation_prompt=True), encode(answered)
-    assert whole[: len(prompt)] == prompt
-    assert whole[len(prompt) :] == [*b" 4", BORDER, *b"\n\n"]
-
-
-def test_answers_are_marked():
-    found = chat_tokenizer().apply_chat_template(
-        TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    assert whole == [*prompt, *b" 4", BORDER, *b"\n\n"], "a prompt is the beginning of what is trained"
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    found = chat_tokenizer().apply_chat_template(TALK, **options)
     marked = [token for token, mark in zip(found["input_ids"], found["assistant_masks"], strict=True) if mark]
     assert marked == [*b" 2", BORDER]
 
@@ -78,8 +71,8 @@ def test_a_chat_is_trained_and_kept_through_a_merge(text_folder, tmp_path):
         model=str(text_folder), processing_class=chat_tokenizer(),
         train_dataset=datasets.Dataset.from_list([{"messages": row} for row in rows]),
         args=trl.SFTConfig(
-            str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=4, learning_rate=2e-2, logging_steps=1,
-            report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, assistant_only_loss=True,
+            **arguments(tmp_path / "out", max_steps=8, learning_rate=2e-2, seed=42), bf16=False,
+            assistant_only_loss=True,
         ),
         peft_config=peft.LoraConfig(r=8, target_modules=list(PROJECTIONS)),
     )  # fmt: skip
@@ -88,26 +81,16 @@ def test_a_chat_is_trained_and_kept_through_a_merge(text_folder, tmp_path):
         answer = labels[labels != -100].tolist()
         assert bytes(answer[:-1]).decode()[::2] == " !" and answer[-1] == BORDER
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses(trainer)[-1] < 0.9 * losses(trainer)[0]
     trainer.save_model(str(tmp_path / "adapter"))
     base = AutoModelForCausalLM.from_pretrained(text_folder)
     merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     AutoTokenizer.from_pretrained(tmp_path / "adapter").save_pretrained(tmp_path / "merged")
-    assert_served_as_trained(tmp_path / "merged")
+    served = find_format(load_tokenizer(str(tmp_path / "merged")), tmp_path / "merged")
+    assert served.encode([Turn(**message) for message in TALK]) == encode(TALK, add_generation_prompt=True)
     asked = AutoTokenizer.from_pretrained(tmp_path / "merged").apply_chat_template(
         rows[0][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     out = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").generate(**asked, max_new_tokens=3, do_sample=False)
     assert torch.equal(out[:, : asked["input_ids"].shape[1]], asked["input_ids"])
-
-
-def assert_served_as_trained(folder) -> None:
-    pytest.importorskip("starlette")
-    from gecko.data.chat import find_format
-    from gecko.data.turns import Turn
-
-    tokenizer = load_tokenizer(str(folder))
-    served = find_format(tokenizer, folder).encode([Turn(**message) for message in TALK])
-    assert served == encode(TALK, add_generation_prompt=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from hf.conftest import BYTES
+from hf.conftest import BYTES, arguments, losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import tokens
@@ -23,7 +23,7 @@ def classifier() -> GeckoForSequenceClassification:
     return GeckoForSequenceClassification(GeckoConfig.of(BYTES, num_labels=3, pad_token_id=PADDING)).double().eval()
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, WIDTH - 6)), min_size=1, max_size=4), st.booleans())
 def test_scores_are_as_alone(classifier, rows, masked):
     """The mask marks padding; without one, the padding id before and after a text does. Inside, the id is text."""
@@ -95,14 +95,6 @@ def test_folders(text_folder, tmp_path):
     assert other.score.weight.shape[0] == 5 and other.model.gecko.fingerprint() == ours.fingerprint()
 
 
-def arguments(folder, **more):
-    return {
-        "output_dir": str(folder), "max_steps": 30, "per_device_train_batch_size": 8, "learning_rate": 1e-2,
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 1,
-        **more,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_classifier_learns(side, text_folder, tmp_path):
     """The class is that of the first word; all parameters but those of the language model's head change."""
@@ -112,8 +104,8 @@ def test_a_classifier_learns(side, text_folder, tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.padding_side = side
     rows = [{**tokenizer("ab"[i % 2] + "x" * (i % 5)), "labels": i % 2} for i in range(16)]
-    trainer = Trainer(model=model, args=TrainingArguments(**arguments(tmp_path)), train_dataset=rows,
-                      processing_class=tokenizer)  # fmt: skip
+    args = TrainingArguments(**arguments(tmp_path, max_steps=30, per_device_train_batch_size=8))
+    trainer = Trainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     found = trainer.predict(rows)
     assert (found.predictions.argmax(-1) == found.label_ids).all()
@@ -135,13 +127,12 @@ def test_a_reward_model_learns(text_folder, tmp_path):
     ]
     model = AutoModelForSequenceClassification.from_pretrained(text_folder, num_labels=1, pad_token_id=PADDING)
     trainer = trl.RewardTrainer(
-        model=model, args=trl.RewardConfig(**arguments(tmp_path, max_steps=20), bf16=False),
+        model=model, args=trl.RewardConfig(**arguments(tmp_path), bf16=False),
         train_dataset=datasets.Dataset.from_list(pairs), processing_class=chat_tokenizer(),
         peft_config=peft.LoraConfig(r=8, target_modules=list(PROJECTIONS), task_type="SEQ_CLS"),
     )  # fmt: skip
     trainer.train()
-    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert sum(found[-3:]) < 0.7 * sum(found[:3])
+    assert sum(losses(trainer)[-3:]) < 0.7 * sum(losses(trainer)[:3])
     trainer.save_model(str(tmp_path / "adapter"))
     base = AutoModelForSequenceClassification.from_pretrained(text_folder, num_labels=1, pad_token_id=PADDING)
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()

@@ -4,12 +4,11 @@ import dataclasses
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hf.conftest import BYTES
+from hf.conftest import BYTES, arguments, losses
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,17 +23,6 @@ from gecko.hf import PROJECTIONS, byte_tokenizer, chat_tokenizer
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 TEXTS = [f"question {i}: what is {i} + {i}? answer: {2 * i}." for i in range(24)]
-
-
-def arguments(folder: Path) -> dict[str, object]:
-    return {
-        "output_dir": str(folder), "max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 1,
-    }  # fmt: skip
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def improved(trainer: Trainer) -> bool:
@@ -84,7 +72,7 @@ def test_gradient_accumulation_is_one_large_batch(text_folder, tmp_path):
     tokenizer.padding_side = "right"  # on the left, transformers counts a row's first token as predicted from padding
     found = []
     for rows, steps in ((6, 1), (2, 3)):
-        given = arguments(tmp_path) | {"per_device_train_batch_size": rows, "max_steps": 1}
+        given = arguments(tmp_path, per_device_train_batch_size=rows, max_steps=1)
         trainer = Trainer(
             model=AutoModelForCausalLM.from_pretrained(text_folder),
             args=TrainingArguments(**given, gradient_accumulation_steps=steps),
@@ -111,8 +99,10 @@ def test_lora(model, text_folder, lines, tmp_path):
     )  # fmt: skip
     trainer.train()
     assert improved(trainer)
-    trained = logits(adapted)
+    trained, greedy = logits(adapted), {"max_new_tokens": 8, "do_sample": False}
     assert not torch.allclose(trained, before, atol=1e-2)
+    inputs = tokenizer(["def f(", "a"], padding=True, return_tensors="pt")
+    assert torch.equal(adapted.generate(**inputs, **greedy), adapted.generate(**inputs, **greedy, use_cache=False))
     adapted.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path / "adapter")
@@ -121,15 +111,6 @@ def test_lora(model, text_folder, lines, tmp_path):
     with torch.no_grad():
         merged, _ = gecko.load(tmp_path / "merged")(torch.arange(30).unsqueeze(0))
     torch.testing.assert_close(merged, trained, atol=1e-4, rtol=1e-4)
-
-
-def test_lora_generates_with_a_cache(model):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM", init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config).eval()
-    inputs = byte_tokenizer()(["def f(", "a"], padding=True, return_tensors="pt")
-    greedy = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(adapted.generate(**inputs, **greedy), adapted.generate(**inputs, **greedy, use_cache=False))
 
 
 def test_the_head_can_have_an_adapter(model):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hf.conftest import arguments
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
@@ -21,15 +22,11 @@ ROWS = [{"input_ids": TOKENIZER("xy" * (3 + i * i % 11)).input_ids} for i in ran
 
 
 def trainer(model: torch.nn.Module, folder: Path, **options: Any) -> Trainer:
-    given: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
-        "per_device_eval_batch_size": 5, "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
-        "disable_tqdm": True, "seed": 1,
-    }  # fmt: skip
-    more = {name: options.pop(name) for name in ("compute_metrics", "callbacks") if name in options}
+    sizes = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 5}
     return Trainer(
-        model=model, args=TrainingArguments(**given | options), train_dataset=ROWS, eval_dataset=ROWS[:7],
-        data_collator=DataCollatorForLanguageModeling(TOKENIZER, mlm=False), **more,
+        model=model, compute_metrics=options.pop("compute_metrics", None), train_dataset=ROWS, eval_dataset=ROWS[:7],
+        data_collator=DataCollatorForLanguageModeling(TOKENIZER, mlm=False),
+        args=TrainingArguments(**arguments(folder, **sizes | options)),
     )  # fmt: skip
 
 

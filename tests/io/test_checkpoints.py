@@ -50,16 +50,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run: Path) -> None:
         gecko.load(run)
 
 
-def test_a_run_without_checkpoints_and_one_with_another_model_are_refused(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_and_one_with_another_model_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="the run has none yet"):
         gecko.load(tmp_path / "begun")
     (run / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="must hold one model; it is a training run"):
         gecko.load(run)
-
-
-def test_a_checkpoint_in_parts_is_named(run: Path) -> None:
+    (run / "config.json").unlink()
     newest = run / "checkpoints" / "step-00000002"
     (newest / "model.safetensors").unlink()
     (newest / "shards").mkdir()
@@ -105,15 +103,20 @@ def test_its_weights_are_trained(elsewhere: Path) -> None:
     assert nats < 1.4, f"guessing gives {math.log(264):.2f}"
 
 
-def test_commands_take_its_name(elsewhere: Path) -> None:
+def test_commands_take_its_name_and_tell_it_for_an_unknown_one(elsewhere: Path) -> None:
     options = ["--prompt", "It was ", "-n", "40", "--temperature", "0"]
     result = CliRunner().invoke(app, ["generate", "books", *options])
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout) == 40
     assert "3,756,032" in CliRunner().invoke(app, ["info", "books"]).stdout
+    wrong = CliRunner().invoke(app, ["generate", "bookz"])
+    assert "Models installed with the package: books." in wrong.stderr
 
 
-def test_a_model_of_the_same_name_comes_first(elsewhere: Path) -> None:
+def test_a_model_of_the_same_name_comes_first_but_texts_do_not_hide_it(elsewhere: Path) -> None:
+    (elsewhere / "books").mkdir()
+    (elsewhere / "books" / "emma.txt").write_text("Emma Woodhouse")
+    assert gecko.load("books").config == gecko.GeckoConfig.preset("gecko-4m")
     config = gecko.GeckoConfig.preset("tiny", num_layers=1)
     gecko.Gecko(config).save(elsewhere / "books")
     assert model_folder("books") == Path("books")
@@ -121,17 +124,6 @@ def test_a_model_of_the_same_name_comes_first(elsewhere: Path) -> None:
     (elsewhere / "books" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         gecko.load("books")
-
-
-def test_texts_of_the_same_name_do_not_hide_it(elsewhere: Path) -> None:
-    (elsewhere / "books").mkdir()
-    (elsewhere / "books" / "emma.txt").write_text("Emma Woodhouse")
-    assert gecko.load("books").config == gecko.GeckoConfig.preset("gecko-4m")
-
-
-def test_an_unknown_name_lists_the_shipped_models(elsewhere: Path) -> None:
-    result = CliRunner().invoke(app, ["generate", "bookz"])
-    assert "Models installed with the package: books." in result.stderr
 
 
 # ---- One process holds a lock, and the lock ends with the process.
@@ -155,34 +147,26 @@ def free(lock: Path) -> bool:
         return False
 
 
-def test_it_ends_with_the_process_that_holds_it(tmp_path: Path) -> None:
+def test_it_ends_with_an_error_or_with_the_process_that_holds_it(tmp_path: Path) -> None:
     lock = tmp_path / "run" / ".lock"
+    with pytest.raises(KeyError), locked(lock, wait=False):
+        raise KeyError
     with subprocess.Popen([sys.executable, "-c", _HOLDER, str(lock)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         refused = not free(lock)
         holder.send_signal(signal.SIGKILL)
         with locked(lock, wait=True):
-            assert refused and not free(lock)
+            assert refused and not free(lock) and free(tmp_path / ".other")
     assert free(lock)
-
-
-def test_it_ends_with_an_error(tmp_path: Path) -> None:
-    lock = tmp_path / ".lock"
-    with pytest.raises(KeyError), locked(lock, wait=False):
-        raise KeyError
-    with locked(lock, wait=False):
-        assert free(tmp_path / ".other")
 
 
 def test_a_file_system_without_locks_is_worked_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
-    with (
-        pytest.warns(UserWarning, match=r"\.lock cannot be locked \(No locks available\)"),
-        locked(tmp_path / ".lock", wait=False),
+    for number, expected in (
+        (errno.ENOLCK, pytest.warns(UserWarning, match=r"\.lock cannot be locked \(No locks available\)")),
+        (errno.EIO, pytest.raises(OSError, match="Input/output")),
     ):
-        pass
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
-    with pytest.raises(OSError, match="Input/output"), locked(tmp_path / ".lock", wait=False):
-        pass
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+        with expected, locked(tmp_path / ".lock", wait=False):
+            pass

@@ -1,6 +1,5 @@
 """Readers of JSON files name the file that is damaged, instead of failing with a traceback."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,35 +62,24 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
     file = name.split()[0]
     path = tmp_path / file
     path.write_bytes(DAMAGES[damage])
-    if name == "sessions.jsonl" and json_object(DAMAGES[damage]):
+    if name == "sessions.jsonl" and damage in ("other fields", "of a comparison", "of a meeting"):
         pytest.skip("a session may have any fields")
     with pytest.raises(ValueError, match=file):
         READERS[name](path)
 
 
-def json_object(content: bytes) -> bool:
-    try:
-        return isinstance(json.loads(content), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_record_of_a_shard_is_written_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_record_of_a_shard_is_written_again_and_a_damaged_plan_is_not(tmp_path: Path) -> None:
     shards = Path(as_shards(["one text", "another"], tmp_path))
     plan = TokenizingPlan.load(shards)
-    (shards / "00000.json").write_bytes(DAMAGES[damage])
-    assert read_record(plan, plan.tasks[0]) is None
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_plan_is_not_overwritten(tmp_path: Path, damage: str) -> None:
-    plan = TokenizingPlan.make([as_lines(["text"], tmp_path)], load_tokenizer("bytes"), tmp_path / "shards")
-    plan.folder.mkdir()
-    (plan.folder / "tokenize.json").write_bytes(DAMAGES[damage])
-    with pytest.raises(FileExistsError, match="shards"):
-        plan.start()
-    assert (plan.folder / "tokenize.json").read_bytes() == DAMAGES[damage]
+    other = TokenizingPlan.make([as_lines(["text"], tmp_path)], load_tokenizer("bytes"), tmp_path / "other")
+    other.folder.mkdir()
+    for content in DAMAGES.values():
+        (shards / "00000.json").write_bytes(content)
+        assert read_record(plan, plan.tasks[0]) is None
+        (other.folder / "tokenize.json").write_bytes(content)
+        with pytest.raises(FileExistsError, match="other"):
+            other.start()
+        assert (other.folder / "tokenize.json").read_bytes() == content
 
 
 @pytest.mark.parametrize(

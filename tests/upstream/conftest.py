@@ -11,6 +11,7 @@ from upstream.not_passing import NOT_PASSING
 
 _OUTCOMES: dict[str, set[str]] = defaultdict(set)
 """Outcomes of the parts of each test (setup, call, subtests, teardown), by its name."""
+_PATTERNS = [pattern for patterns in NOT_PASSING.values() for pattern in patterns]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -20,7 +21,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
     """Count listed tests that do not pass separately from failures."""
-    listed = isinstance(report, pytest.TestReport) and not report.passed and _pattern(_name(report)) is not None
+    listed = isinstance(report, pytest.TestReport) and not report.passed and _is_listed(_name(report))
     return ("listed", "l", "LISTED") if listed else None
 
 
@@ -48,10 +49,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _surprises() -> tuple[list[str], list[str], list[str]]:
     """Return unlisted tests that do not pass, listed tests that pass, and patterns of the list that match no test."""
-    unlisted = [name for name, outcomes in _OUTCOMES.items() if outcomes != {"passed"} and _pattern(name) is None]
-    passing = [name for name, outcomes in _OUTCOMES.items() if outcomes == {"passed"} and _pattern(name) is not None]
-    patterns = [pattern for patterns in NOT_PASSING.values() for pattern in patterns]
-    unknown = [p for p in patterns if not any(fnmatchcase(name, p) for name in _OUTCOMES)]
+    unlisted = [name for name, outcomes in _OUTCOMES.items() if outcomes != {"passed"} and not _is_listed(name)]
+    passing = [name for name, outcomes in _OUTCOMES.items() if outcomes == {"passed"} and _is_listed(name)]
+    unknown = [pattern for pattern in _PATTERNS if not any(fnmatchcase(name, pattern) for name in _OUTCOMES)]
     return sorted(unlisted), sorted(passing), unknown
 
 
@@ -59,6 +59,5 @@ def _name(report: pytest.TestReport) -> str:
     return report.nodeid.rpartition("::")[2]
 
 
-def _pattern(name: str) -> str | None:
-    patterns = (pattern for patterns in NOT_PASSING.values() for pattern in patterns)
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+def _is_listed(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _PATTERNS)

@@ -44,7 +44,7 @@ OTHER_FIELDS = {"test_model_rope_with_partial_rotation": "sets rope_parameters['
 """Tests that set fields of a config which a Gecko does not have."""
 
 
-def _tester(name: str) -> type:
+def _suite(name: str) -> type:
     config_class = getattr(transformers, f"{name}Config")
 
     class Tester:
@@ -63,17 +63,11 @@ def _tester(name: str) -> type:
             ids = torch.randint(1, SIZES["vocab_size"], (self.batch_size, self.seq_length))
             return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    return Tester
-
-
-def _suite(name: str) -> type:
-    tester = _tester(name)
-
     def prepare(self: Any) -> None:
-        self.model_tester = tester(self)
+        self.model_tester = Tester(self)
 
     bases = (common.ModelTesterMixin, training.TrainingTesterMixin, common.GenerationTesterMixin, unittest.TestCase)
-    classes = (tester.base_model_class, tester.causal_lm_class)
+    classes = (Tester.base_model_class, Tester.causal_lm_class)
     return type(f"{name}Test", bases, {"all_model_classes": classes, "has_attentions": False, "setUp": prepare})
 
 

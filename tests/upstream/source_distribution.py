@@ -21,30 +21,16 @@ LEFT_OUT = {
 
 
 def upstream(module: str) -> types.ModuleType:
-    """Import a module of upstream's tests.
-
-    Raises:
-        FileNotFoundError: the source distribution is not unpacked.
-    """
+    """Import a module of upstream's tests; FileNotFoundError if the source distribution is not unpacked."""
     if not TESTS.is_dir():
         raise FileNotFoundError(f"{TESTS} must hold upstream's tests; run make test-upstream, which downloads them.")
     if PACKAGE not in sys.modules:
-        _package(PACKAGE, TESTS)
-        for name, contents in LEFT_OUT.items():
-            if not (TESTS / f"{name.replace('.', '/')}.py").exists():
-                _stand_in(name, contents)
+        missing = {x: of for x, of in LEFT_OUT.items() if not (TESTS / f"{x.replace('.', '/')}.py").exists()}
+        # Packages without ``__init__``; upstream imports ``tests`` from the folder that contains it.
+        for folder in ("", *{f".{name.split('.')[0]}" for name in missing}):
+            package = sys.modules[PACKAGE + folder] = types.ModuleType(PACKAGE + folder)
+            package.__path__ = [str(TESTS / folder[1:])]
+        for name, contents in missing.items():
+            stand_in = sys.modules[f"{PACKAGE}.{name}"] = types.ModuleType(f"{PACKAGE}.{name}")
+            vars(stand_in).update(contents)
     return importlib.import_module(f"{PACKAGE}.{module}")
-
-
-def _package(name: str, folder: Path) -> None:
-    """Register a package without ``__init__``; upstream imports ``tests`` from the folder that contains it."""
-    package = sys.modules[name] = types.ModuleType(name)
-    package.__path__ = [str(folder)]
-
-
-def _stand_in(name: str, contents: dict[str, object]) -> None:
-    folder = name.split(".")[0]
-    if f"{PACKAGE}.{folder}" not in sys.modules:
-        _package(f"{PACKAGE}.{folder}", TESTS / folder)
-    module = sys.modules[f"{PACKAGE}.{name}"] = types.ModuleType(f"{PACKAGE}.{name}")
-    vars(module).update(contents)

@@ -47,7 +47,7 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
         llama = read_folder(path)
     if llama is not None:
         config, weights = in_gecko(llama, 1024 if chunk_size is None else chunk_size, 1 if sinks is None else sinks)
-        kind = f"{llama.origin.name} in a Gecko block"
+        kind = f"{llama.name} in a Gecko block"
     elif (chunk_size, sinks) == (None, None):
         config, weights = from_reference(*read_release(path))
         later = "Gekko" if config.queries_and_keys == "separate" else "Gecko"
@@ -60,7 +60,7 @@ def convert_model(source: str, out: Path, chunk_size: int | None = None, sinks: 
         save_model(folder, config, weights)
         if llama is not None:
             llama.write_tokenizer(folder)
-            write_card(llama.origin, config, folder)
+            write_card(llama, config, folder)
         elif holds_tokenizer(beside := path.parent if path.is_file() else path):
             copy_tokenizer(str(beside), folder)
     count = sum(x.numel() for name, x in weights.items() if not (config.tie_embedding and "head" in name))

@@ -1,7 +1,7 @@
 """Read the tensors of one of PyTorch's distributed checkpoints. No code in its files is run.
 
-The index of such a checkpoint is pickled. It is read into stand-ins of its classes, which can do nothing, and PyTorch
-gets an index that is made from their checked values.
+The index of such a checkpoint is pickled. It is read into stand-ins of its classes, which can do nothing; their values
+are checked, and the parts of tensors are read from where they say.
 """
 
 from __future__ import annotations
@@ -9,26 +9,13 @@ from __future__ import annotations
 import math
 import pickle
 import pickletools
-import warnings
 import zipfile
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -81,31 +68,18 @@ class _Index(pickle.Unpickler):
         return self.made.setdefault((module, name), type(name, (_Record,), {}))
 
 
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: object) -> NoReturn:
-        """Refuse what is no tensor: the method of the base class unpickles it."""
-        raise TypeError(f"{read_item.storage_index.fqn} is no tensor.")
+class _Part(NamedTuple):
+    """A part of a tensor, and the file that holds its ``length`` bytes from ``begin`` on."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    begin: int
+    length: int
 
 
-class _CheckedFolder(FileSystemReader):
-    """Reads the files of a folder by an index that was checked."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self.index = index
-
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        """Return a tensor as torch.save writes it, not compressed: it may not become larger than it is."""
-        content = BytesIO(super()._slice_file(file, sinfo).read())
-        with zipfile.ZipFile(content) as parts:
-            held = parts.infolist()
-            if any(part.compress_type for part in held) or sum(part.file_size for part in held) > sinfo.length:
-                raise TypeError(f"{sinfo.relative_path} is compressed.")
-        content.seek(0)
-        return content
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.index
+_Stored = tuple[torch.dtype, tuple[int, ...], list[_Part]]
+"""Dtype and size of a tensor, and its parts."""
 
 
 def read_distributed(folder: Path) -> dict[str, Tensor]:
@@ -122,40 +96,67 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
     except Exception as error:  # damaged pickles raise anything
         raise ValueError(f"{path} must name tensors; it holds something that could be code, or is damaged.") from error
     try:
-        tensors, places = _checked(folder, found)
+        stored = _checked(folder, found)
     except ValueError as error:
         raise ValueError(f"{folder} must hold {error}") from None
-    blank = {}
-    for name, entry in tensors.items():
-        dtype = entry.properties.dtype
+    filled = {}
+    for name, (dtype, size, parts) in stored.items():
         nothing = torch.nan if dtype.is_floating_point else -1
-        blank[name] = torch.full(entry.size, nothing, dtype=dtype, device="cpu")
-    reader = _CheckedFolder(folder, Metadata(dict(tensors), storage_data=places))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
-        try:
-            load(dict[str, Any](blank), storage_reader=reader, planner=_Planner(), no_dist=True)
-        except (CheckpointException, LookupError, TypeError, AttributeError, RuntimeError, OSError) as failure:
-            cause = next(iter(getattr(failure, "failures", {}).values()), (failure, None))[0]
-            raise ValueError(f"{folder} must hold the tensors of its index; {cause}") from failure
-    return blank
+        filled[name] = torch.full(size, nothing, dtype=dtype, device="cpu")
+        for part in parts:
+            try:
+                ends = map(sum, zip(part.offsets, part.sizes, strict=True))
+                inside = filled[name][tuple(map(slice, part.offsets, ends))]
+                inside.copy_(_read_part(part, inside.shape))
+            except Exception as error:  # as damaged pickles do
+                raise ValueError(f"{folder} must hold the tensors of its index; {name}: {error}") from error
+    return filled
 
 
-def _checked(folder: Path, found: object) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StorageInfo]]:
-    """Return the tensors of an index, and where their parts are. ValueError says what ``folder`` must hold."""
+def _read_part(part: _Part, shape: torch.Size) -> Tensor:
+    """Return a tensor as torch.save writes it, not compressed: it may not become larger than it is."""
+    with part.file.open("rb") as file:
+        file.seek(part.begin)
+        content = BytesIO(file.read(part.length))
+    with zipfile.ZipFile(content) as archive:
+        held = archive.infolist()
+        if any(one.compress_type for one in held) or sum(one.file_size for one in held) > part.length:
+            raise ValueError(f"{part.file.name} is compressed.")
+    content.seek(0)
+    found = torch.load(content, map_location="cpu", weights_only=True)
+    if not isinstance(found, Tensor) or found.shape != shape:
+        raise ValueError(f"{part.file.name} must hold a tensor of shape {tuple(shape)}; it holds something else.")
+    return found
+
+
+def _checked(folder: Path, found: object) -> dict[str, _Stored]:
+    """Return the tensors of an index. ValueError says what ``folder`` must hold."""
     index = _fields("Metadata", found)
-    tensors = dict(_tensor(name, entry) for name, entry in _items(index.get("state_dict_metadata")))
-    places = dict(_place(*each) for each in _items(index.get("storage_data")))
-    sizes = (math.prod(entry.size) * entry.properties.dtype.itemsize for entry in tensors.values())
-    files = {folder / place.relative_path for place in places.values()}
-    if other := [path.name for path in files if path.is_symlink() or (path.exists() and not path.is_file())]:
+    places = dict(_place(folder, *each) for each in _items(index.get("storage_data")))
+    tensors = dict(_tensor(name, entry, places) for name, entry in _items(index.get("state_dict_metadata")))
+    files = {file for file, _, _ in places.values()}
+    if other := [file.name for file in files if file.is_symlink() or (file.exists() and not file.is_file())]:
         raise ValueError(f"its own files; {other[0]} is a link or no file.")
-    if sum(sizes) > sum(path.stat().st_size for path in files if path.is_file()):
+    sizes = (math.prod(size) * dtype.itemsize for dtype, size, _ in tensors.values())
+    if sum(sizes) > sum(file.stat().st_size for file in files if file.is_file()):
         raise ValueError("the tensors of its index; its files are smaller.")
-    return tensors, places
+    return tensors
 
 
-def _tensor(name: object, entry: object) -> tuple[str, TensorStorageMetadata]:
+def _place(folder: Path, key: object, info: object) -> tuple[object, tuple[Path, int, int]]:
+    """Return name and offsets of a part of a tensor, and where it is, which must be in a file of the folder."""
+    part, place = _fields("MetadataIndex", key), _fields("_StorageInfo", info)
+    file, name, offset = place.get("relative_path"), part.get("fqn"), part.get("offset")
+    if type(file) is not str or not file or file == ".." or Path(file).name != file:
+        told = file[:100] if isinstance(file, str) else type(file).__name__
+        raise ValueError(f"its own files; it refers to {told!r}.")
+    if not isinstance(name, str) or place.get("transform_descriptors"):
+        raise ValueError(f"tensors as they are; {name} in {file} is none, or was transformed.")
+    begin, length = _size([place.get("offset"), place.get("length")])
+    return (name, None if offset is None else _size(offset)), (folder / file, begin, length)
+
+
+def _tensor(name: object, entry: object, places: dict[object, tuple[Path, int, int]]) -> tuple[str, _Stored]:
     if not isinstance(name, str) or type(entry).__name__ != "TensorStorageMetadata":
         raise ValueError(f"tensors only; {str(name)[:100] if isinstance(name, str) else ''} is none.")
     fields = _fields("TensorStorageMetadata", entry)
@@ -165,22 +166,13 @@ def _tensor(name: object, entry: object) -> tuple[str, TensorStorageMetadata]:
         raise ValueError(f"tensors only; {name} has no dtype or no chunks.")
     if len(chunks) != len(set(map(id, chunks))):
         raise ValueError(f"each part of {name} once; its index repeats one.")
-    parts = (_fields("ChunkStorageMetadata", chunk) for chunk in chunks)
-    laid = [ChunkStorageMetadata(_size(x.get("offsets")), _size(x.get("sizes"))) for x in parts]
-    return name, TensorStorageMetadata(TensorProperties(state[0]), _size(fields.get("size")), laid)
-
-
-def _place(key: object, info: object) -> tuple[MetadataIndex, _StorageInfo]:
-    """Return a part of a tensor and where it is, which must be in a file of the folder."""
-    part, place = _fields("MetadataIndex", key), _fields("_StorageInfo", info)
-    path, name, offset, number = place.get("relative_path"), *map(part.get, ("fqn", "offset", "index"))
-    if type(path) is not str or not path or path == ".." or Path(path).name != path:
-        told = path[:100] if isinstance(path, str) else type(path).__name__
-        raise ValueError(f"its own files; it refers to {told!r}.")
-    if not isinstance(name, str) or not isinstance(number, int | None) or place.get("transform_descriptors"):
-        raise ValueError(f"tensors as they are; {name} in {path} is none, or was transformed.")
-    at = None if offset is None else _size(offset)
-    return MetadataIndex(name, at, number), _StorageInfo(path, *_size([place.get("offset"), place.get("length")]))
+    size, parts = _size(fields.get("size")), []
+    for chunk in (_fields("ChunkStorageMetadata", chunk) for chunk in chunks):
+        offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        if (name, offsets) not in places:
+            raise ValueError(f"the tensors of its index; a part of {name} has no place.")
+        parts.append(_Part(offsets, sizes, *places[name, offsets]))
+    return name, (state[0], size, parts)
 
 
 def _fields(kind: str, found: object) -> dict[str, object]:
@@ -195,7 +187,7 @@ def _items(found: object) -> list[tuple[object, object]]:
     return list(dict.items(found))
 
 
-def _size(found: object) -> torch.Size:
+def _size(found: object) -> tuple[int, ...]:
     """Return whole numbers that are not negative."""
     numbers = found.given[0] if isinstance(found, _Record) and len(found.given) == 1 else found
     if (
@@ -205,4 +197,4 @@ def _size(found: object) -> torch.Size:
         or math.prod(max(n, 1) for n in numbers) >= 2**62
     ):
         raise ValueError(f"sizes as up to {_DIMENSIONS} whole numbers; it holds something else or too much.")
-    return torch.Size(numbers)
+    return tuple(numbers)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.convert.llama import GGUF, LlamaSource, Origin, SourceConfig
+from gecko.convert.llama import GGUF, LlamaSource, SourceConfig
 from gecko.io.checkpoints import sha256
 from gecko.io.files import fitting, found_at
 from gecko.records import build, unknown_name
@@ -51,12 +51,11 @@ def read_smollm2() -> LlamaSource:
             f"another one. Run: {command}, or name the path of a GGUF file."
         )
     source, licence = read_gguf(path), package.read_text("LICENSE") or package.read_text("licenses/LICENSE")
-    origin = Origin(
-        "SmolLM2-135M-Instruct", f"{path.name} (SHA-256 {_SHA256}) in {_PACKAGE} {_VERSION}",
-        f"HuggingFaceTB trained them, and QuantFactory stored them with 4 bits. {source.origin.changes}", "apache-2.0",
-        {} if licence is None else {"LICENSE": licence.encode()},
+    return dataclasses.replace(
+        source, name="SmolLM2-135M-Instruct", place=f"{path.name} (SHA-256 {_SHA256}) in {_PACKAGE} {_VERSION}",
+        changes=f"HuggingFaceTB trained them, and QuantFactory stored them with 4 bits. {source.changes}",
+        licence="apache-2.0", files={} if licence is None else {"LICENSE": licence.encode()},
     )  # fmt: skip
-    return dataclasses.replace(source, origin=origin)
 
 
 def read_gguf(path: Path) -> LlamaSource:
@@ -74,11 +73,13 @@ def read_gguf(path: Path) -> LlamaSource:
         raise ValueError(f"{path} must hold a whole model in this machine's byte order; it has another, or is a part.")
     kinds = [tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1]
     formats = ", ".join(sorted(set(kinds), key=kinds.count, reverse=True))
-    changes = f"Matrices were stored as {formats}, and became the float32 numbers that these stand for."
-    origin = Origin(path.stem, f"the file {path.name}", changes, str(fields.get("general.license", "")))
     config = fitting(path, "a model that a Gecko block can compute", lambda: _config(fields, weights))
     named = config.renamed({name: x for name, x in weights.items() if name != _DIVISORS}, GGUF)
-    return LlamaSource(config, named, config.model_type == "llama", origin, partial(write_tokenizer, fields, path))
+    return LlamaSource(
+        config, named, config.model_type == "llama", partial(write_tokenizer, fields, path), path.stem,
+        f"the file {path.name}", f"Matrices were stored as {formats}, and became the float32 numbers that these stand "
+        "for.", str(fields.get("general.license", "")),
+    )  # fmt: skip
 
 
 def _config(fields: dict[str, Any], weights: dict[str, Tensor]) -> SourceConfig:
@@ -124,19 +125,18 @@ def write_tokenizer(fields: Mapping[str, Any], source: Path, folder: Path) -> No
     fields = {name.removeprefix("tokenizer.").removeprefix("ggml."): value for name, value in fields.items()}
     if fields.get("model", "no_vocab") == "no_vocab":
         return
-    tokenizer, named = fitting(source, "a tokenizer that is known", lambda: (_tokenizer(fields), _named(fields)))
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {f"{name}_token": fields.get(f"{key}_token_id", -1) for name, key in keys.items()}
+
+    def made() -> tuple[Any, dict[str, str]]:
+        return _tokenizer(fields), {name: fields["tokens"][index] for name, index in ids.items() if index >= 0}
+
+    tokenizer, named = fitting(source, "a tokenizer that is known", made)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     if isinstance(template := fields.get("chat_template"), str):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-
-
-def _named(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the tokens with a purpose, as ``tokenizer_config.json`` calls them."""
-    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: fields.get(f"{key}_token_id", -1) for name, key in keys.items()}
-    return {f"{name}_token": fields["tokens"][index] for name, index in ids.items() if index >= 0}
 
 
 def _tokenizer(fields: Mapping[str, Any]) -> Any:

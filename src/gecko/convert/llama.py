@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from safetensors import safe_open
@@ -133,10 +133,8 @@ class SourceConfig:
         return renamed(weights, names, f"parameter of {self.model_type}")
 
     def frequencies(self, head_dim: int) -> tuple[float, ...] | None:
-        """Return the angles per token, (head_dim / 2); None: those of ``rope_theta`` alone.
-
-        ``llama3`` divides low frequencies by its factor and keeps high ones, with a transition between them.
-        """
+        """Return the angles per token, (head_dim / 2); None: those of ``rope_theta`` alone. ``llama3`` divides low
+        frequencies by its factor and keeps high ones, with a transition between them."""
         plain = [self.rope_theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
         if self.rope_divisors is not None:
             if len(self.rope_divisors) != len(plain):
@@ -172,9 +170,17 @@ class SourceConfig:
         )  # fmt: skip
 
 
-class Origin(NamedTuple):
-    """Where a model comes from."""
+@dataclass(frozen=True)
+class LlamaSource:
+    """A model as its files hold it, and where they come from."""
 
+    config: SourceConfig
+    weights: dict[str, Tensor]
+    """By their names in ``Gecko``, as the files hold them."""
+    paired: bool
+    """Whether rotary pairs are neighbours (2i, 2i + 1), as in ``Gecko``, or halves of a head (i, i + d / 2)."""
+    write_tokenizer: Callable[[Path], None]
+    """Writes tokenizer and chat template to a folder, if the source has them."""
     name: str
     place: str
     """The source, as the model card names it."""
@@ -182,22 +188,8 @@ class Origin(NamedTuple):
     """Sentences about changes of the weights' values."""
     licence: str | None = None
     """Identifier of the licence, if the source names one."""
-    files: Mapping[str, bytes] = {}
+    files: Mapping[str, bytes] = field(default_factory=dict)
     """Licences and notices, by the names of their files."""
-
-
-@dataclass(frozen=True)
-class LlamaSource:
-    """A model as its files hold it."""
-
-    config: SourceConfig
-    weights: dict[str, Tensor]
-    """By their names in ``Gecko``, as the files hold them."""
-    paired: bool
-    """Whether rotary pairs are neighbours (2i, 2i + 1), as in ``Gecko``, or halves of a head (i, i + d / 2)."""
-    origin: Origin
-    write_tokenizer: Callable[[Path], None]
-    """Writes tokenizer and chat template to a folder, if the source has them."""
 
 
 def read_folder(folder: Path) -> LlamaSource:
@@ -207,10 +199,10 @@ def read_folder(folder: Path) -> LlamaSource:
     stored = {name: x for name, x in _read_weights(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     name, card = folder.resolve().name, folder / "README.md"
     licence = re.search(r"^license: *(\S+)", card.read_text("utf-8", "replace") if card.is_file() else "", re.MULTILINE)
-    changes = "Matrices keep their numbers."
-    origin = Origin(name, f"the folder {name}", changes, licence and licence[1], _licences(folder))
-    weights = config.renamed(stored, TRANSFORMERS)
-    return LlamaSource(config, weights, False, origin, partial(copy_tokenizer, str(folder)))
+    return LlamaSource(
+        config, config.renamed(stored, TRANSFORMERS), False, partial(copy_tokenizer, str(folder)), name,
+        f"the folder {name}", "Matrices keep their numbers.", licence and licence[1], _licences(folder),
+    )  # fmt: skip
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -311,17 +303,17 @@ def copy_card(source: Path, folder: Path, trained: str) -> None:
         (folder / "README.md").write_text(before + after, encoding="utf-8")
 
 
-def write_card(origin: Origin, config: GeckoConfig, folder: Path) -> None:
+def write_card(source: LlamaSource, config: GeckoConfig, folder: Path) -> None:
     """Write the card, licences and notices. What a source calls itself stays text in one line."""
-    for name, content in origin.files.items():
+    for name, content in source.files.items():
         (folder / name).write_bytes(content)
-    name, place = (re.sub(r"[\s`\[\]<>]+", " ", text).strip() for text in (origin.name, origin.place))
-    licence = origin.licence if re.fullmatch(r"[\w.+-]+", origin.licence or "") else None
+    name, place = (re.sub(r"[\s`\[\]<>]+", " ", text).strip() for text in (source.name, source.place))
+    licence = source.licence if re.fullmatch(r"[\w.+-]+", source.licence or "") else None
     first = "first token" if config.sinks == 1 else f"first {config.sinks} tokens"
     sinks = f" and the {first} of the text" if config.sinks else ""
     text = _CARD.format(
         licence_field=f"license: {licence}\n" * bool(licence), name=name, place=place, version=__version__,
-        window=2 * config.chunk_size, chunk=config.chunk_size, sinks=sinks, changes=origin.changes,
-        licence=", ".join([licence or "see its source", *origin.files]),
+        window=2 * config.chunk_size, chunk=config.chunk_size, sinks=sinks, changes=source.changes,
+        licence=", ".join([licence or "see its source", *source.files]),
     )  # fmt: skip
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gecko.config import GeckoConfig
+from gecko.convert.distributed_files import read_distributed
 from gecko.io.files import read_object
 from gecko.records import unknown_name
 
@@ -112,10 +113,7 @@ GEKKO_BLOCK = {
 def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the config fields and the parameters of a release, for ``gecko.convert.from_reference``.
 
-    Only tensors are read from the file (``weights_only``); no code in it runs.
-
-    Args:
-        source: the folder, or a weights file in it, which may have any name.
+    ``source`` is the folder, or a weights file in it, which may have any name. No code in it runs.
 
     Raises:
         FileNotFoundError: the folder or one of the files is missing.
@@ -123,8 +121,6 @@ def read_release(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     """
     source = Path(source).expanduser()
     if parts := _parts(source):
-        from gecko.convert.distributed_files import read_distributed  # it takes a second to import
-
         return _read_config(source / CONFIG), joined([read_distributed(part) for part in parts])
     weights = source if source.is_file() else _find_weights(source)
     return _read_config(weights.with_name(CONFIG)), _read_weights(weights)
@@ -219,7 +215,11 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> tu
             differs from the vocabulary, or a prior is not empty.
     """
     later = "arch" in config
-    ours = _config({**config, "vocab_size": _vocab_size(config, state)})
+    if "embed.weight" not in state:
+        raise ValueError(f"a checkpoint of the reference release must hold embed.weight; got {sorted(state)[:3]} ….")
+    if (vocab_size := config.get("vocab_size", -1)) == -1:
+        vocab_size = next(iter(state["embed.weight"].shape), 0)
+    ours = _config({**config, "vocab_size": vocab_size})
     derived = {name for name in state if name == "rope.freqs" or name.rsplit(".", 1)[-1] in _PRIORS}
     for name in derived:
         if (later or name.endswith("prior_count")) and bool((state[name] != 0).any()):
@@ -329,14 +329,6 @@ def _translated(config: Mapping[str, Any], fields: Mapping[str, str], *others: s
         if name not in known:
             raise ValueError(unknown_name("reference config field", name, known))
     return {fields[name]: value for name, value in config.items() if name in fields}
-
-
-def _vocab_size(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
-    """Return the vocabulary size of the config, or that of the embedding if the config has −1."""
-    if "embed.weight" not in state:
-        raise ValueError(f"a checkpoint of the reference release must hold embed.weight; got {sorted(state)[:3]} ….")
-    given = config.get("vocab_size", -1)
-    return next(iter(state["embed.weight"].shape), 0) if given == -1 else given
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

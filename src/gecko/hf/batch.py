@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
@@ -23,14 +23,11 @@ CACHE = _NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_g
 
 
 class GeckoCache(Cache):
-    """``transformers`` cache that wraps a ``GeckoState``. Its size does not depend on the number of tokens read.
+    """``transformers`` cache that wraps a ``GeckoState``, whose size does not depend on the number of tokens read.
 
-    Every call of the model replaces ``state`` and never writes into it, so ``GeckoCache(cache.state)`` is an
-    independent branch. The tokens of the initial state must not be in ``input_ids``; tokens that later calls read must
-    be, as ``generate`` expects.
-
-    Args:
-        state: initial state, for example from ``GeckoState.load``. None: nothing was read.
+    Every call of the model replaces ``state``, so ``GeckoCache(cache.state)`` is an independent branch. The tokens of
+    the initial state, for example from ``GeckoState.load``, must not be in ``input_ids``; those that later calls read
+    must be, as ``generate`` expects.
     """
 
     is_compileable = False
@@ -54,15 +51,8 @@ class GeckoCache(Cache):
         """Return the number of columns of ``input_ids`` that were read with this cache, padding included."""
         return 0 if self.text is None else self.text.shape[1]
 
-    def state_on(self, device: torch.device) -> GeckoState | None:
-        """Return the state that a call continues. An initial state is moved to ``device``; those of calls are there."""
-        return self.state.to(device) if self.state is not None and self.text is None else self.state
-
     def follow(self, state: GeckoState, inputs: Tensor, text: Tensor, last: Tensor) -> None:
-        """Store what is known after T more columns, which were read from ``inputs``: tokens (B, T), or embeddings.
-
-        ``text`` (B, T) is True at text; ``last`` (B, D) is the input of the head at the last token of every row.
-        """
+        """Store what is known after T more columns: tokens (B, T), or embeddings; ``text`` (B, T) are text."""
         known = inputs.dim() == 2 and (self.text is None or self._digest is not None)
         self._digest = _digest(inputs, text, self._digest) if known else None
         self.state, self.last = state, last
@@ -124,46 +114,15 @@ _BASE = 6_364_136_223_846_793_005
 
 
 def _digest(ids: Tensor, text: Tensor, before: Tensor | None = None) -> Tensor:
-    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0, so that
-    it does not depend on padding, nor on how a text was divided into calls."""
+    """Return h (B,) after h ← h · ``_BASE`` + id + 1 for every token of text, modulo 2⁶⁴, from ``before`` or 0."""
     counts = text.long().cumsum(1)
     powers = torch.full_like(counts, _BASE).pow(counts[:, -1:] - counts)
     added = ((ids.long() + 1) * powers).masked_fill(~text, 0).sum(1)
     return added if before is None else added + before.to(ids.device) * torch.full_like(added, _BASE).pow(counts[:, -1])
 
 
-Layers = tuple[Tensor, ...]
+Layers = Sequence[Tensor]
 """Hidden states (B, T, D): the input of the head, and any others that were asked for after it."""
-
-
-def _read(
-    model: Gecko, inputs: Tensor, ids: Tensor | None, state: GeckoState | None, every: bool
-) -> tuple[Layers, GeckoState]:
-    """Return hidden states and the state; if ``every``, those of every block too, after the input of the head.
-
-    Without gradients the text is read in pieces, so that a long prompt takes little memory.
-    """
-    size = inputs.shape[1] if torch.is_grad_enabled() else piece_length(model.config)
-    parts = []
-    for begin in range(0, inputs.shape[1], size):
-        piece = slice(begin, begin + size)
-        with _inputs_of(model.blocks if every else ()) as layers:
-            hidden, state = model.hidden(inputs[:, piece], None if ids is None else ids[:, piece], state)
-        parts.append((hidden, *layers))
-    assert state is not None
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True)), state
-
-
-@contextmanager
-def _inputs_of(blocks: Any) -> Iterator[list[Tensor]]:
-    """Collect the input of each of ``blocks`` while they run."""
-    found: list[Tensor] = []
-    handles = [block.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0])) for block in blocks]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -171,41 +130,76 @@ class PaddedBatch:
     """Inputs of a call, which of them are text, and where documents start."""
 
     inputs: Tensor
-    """Tokens (B, T) or embeddings (B, T, D)."""
+    """Tokens (B, T) or embeddings (B, T, D), 0 at padding."""
     text: Tensor | None
     """(B, T) bool, True at text. None: there is no padding."""
-    starts: Tensor | None
-    """(B, T) bool, True at the first token of every document except the first of a row. None: no such document."""
+    columns: Tensor | None
+    """(B, T): the columns of the text of every row, and after them those of its padding. None: there is no padding."""
+    starts: Tensor | None = None
+    """(B, T) bool, in the order of ``columns``: True at the first token of every document except the first of a row,
+    for which ``generate`` passes position 0 even if the cache has read tokens. None: no such document."""
 
     @classmethod
     def build(
-        cls, inputs: Tensor, mask: Tensor | None, positions: Tensor | None, *,
-        read: Tensor | None = None, continued: bool = False,
+        cls, ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, cache: GeckoCache | None,
+        embeds: Tensor | None = None,
     ) -> PaddedBatch:  # fmt: skip
-        """Check arguments as those of ``GeckoForCausalLM`` and build the batch. Raise ValueError for wrong shapes, a
-        row without text, positions that jump, or a mask that contradicts ``read`` or has other numbers.
+        """Check the arguments of ``GeckoForCausalLM`` and build the batch. A row may have no text if a later call can
+        continue it, with a cache.
 
-        Args:
-            positions: a document starts at every 0 except the first token of a row, for which ``generate`` passes 0
-                even if the cache has read tokens.
-            read: (B, columns before) bool, True at the columns that the cache has read as text. None: no columns.
-            continued: whether a later call can continue this one, so that a row may have no text in this call.
+        Raises:
+            TypeError: the cache is of another kind.
+            ValueError: shapes are wrong, a row has no text, positions jump, or the mask contradicts what the cache has
+                read, or has other numbers.
         """
+        if (ids is None) == (embeds is None):
+            raise ValueError(
+                f"one of input_ids and inputs_embeds must be given; got {'neither' if ids is None else 'both'}."
+            )
+        inputs: Any = embeds if ids is None else ids
+        if cache is not None and not isinstance(cache, GeckoCache):
+            raise TypeError(
+                f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one. "
+                "Prefix tuning of PEFT needs keys and values, which no Gecko has: use prompt tuning, p-tuning or LoRA."
+            )
+        if cache is not None and cache.state is not None and cache.state.batch_size != len(inputs):
+            held = cache.state.batch_size
+            raise ValueError(f"the cache must hold {len(inputs)} rows, as input_ids; it holds {held}.")
         if inputs.dim() not in (2, 3) or 0 in inputs.shape:
             raise ValueError(
                 "input_ids must have shape (batch, length), and inputs_embeds (batch, length, hidden size), with "
                 f"length of at least 1; got {tuple(inputs.shape)}. An empty prompt has no next token; put the token "
                 "that starts a document first."
             )
-        text = None if mask is None else _text(inputs, mask, read)
-        if text is not None and not continued and not bool(text.any(1).all()):
-            raise ValueError(
-                "attention_mask must leave at least one token of text in every row; a row has only padding."
-            )
-        starts = None if positions is None else _starts(inputs, positions, text)
+        text, columns = None if mask is None else _text(inputs, mask, None if cache is None else cache.text), None
         if text is not None:
+            if cache is None and not bool(text.any(1).all()):
+                raise ValueError(
+                    "attention_mask must leave at least one token of text in every row; a row has only padding."
+                )
+            columns = (~text).int().argsort(dim=1, stable=True)
             inputs = inputs.masked_fill(~(text if inputs.dim() == 2 else text.unsqueeze(-1)), 0)
-        return cls(inputs, text, starts)
+        batch = cls(inputs, text, columns)
+        return batch if positions is None else replace(batch, starts=batch._find_starts(positions))
+
+    def _find_starts(self, positions: Tensor) -> Tensor | None:
+        batch, length = self.shape
+        if positions.dim() != 2 or positions.shape[1] != length or positions.shape[0] not in (1, batch):
+            raise ValueError(
+                f"position_ids must have the shape of input_ids, {self.shape}; got {tuple(positions.shape)}."
+            )
+        positions = self._text_first(positions.expand(batch, -1))
+        inside = torch.arange(1, length, device=positions.device) < self._lengths(positions.device)
+        begins = inside & (positions[:, 1:] == 0)
+        jumps = inside & ~begins & (positions[:, 1:] != positions[:, :-1] + 1)
+        if self.columns is not None:  # over padding, positions may have counted it
+            jumps &= self.columns.diff(dim=1) == 1
+        if bool(jumps.any()):
+            raise ValueError(
+                "position_ids must count by one within a document and be 0 where one starts; they jump. A Gecko knows "
+                "positions by itself, so leave them out unless a row packs several documents."
+            )
+        return torch.cat([torch.zeros_like(begins[:, :1]), begins], dim=1) if bool(begins.any()) else None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -213,93 +207,104 @@ class PaddedBatch:
         batch, length = self.inputs.shape[:2]
         return batch, length
 
-    def read(self, model: Gecko, cache: GeckoCache | None, *, every: bool) -> Layers:
-        """Return hidden states (B, T, D); the cache follows to the last text of every row.
+    def _text_first(self, x: Tensor) -> Tensor:
+        """Return x (B, T, …) in the order of ``columns``."""
+        if self.columns is None:
+            return x
+        return x[torch.arange(len(x), device=x.device).unsqueeze(1), self.columns.to(x.device)]
 
-        Hidden states at padding are those of the last text before it in the row. Where there is none, they are 0.
-        """
-        before = None if cache is None else cache.state_on(self.inputs.device)
-        if self.text is not None:
-            layers, state = self._read_text(self.text, model, before, cache, every)
+    def _lengths(self, device: torch.device) -> Tensor:
+        """Return the number of tokens of text in every row, (B, 1)."""
+        batch, length = self.shape
+        lengths = torch.full((batch, 1), length, device=device) if self.text is None else self.text.sum(1, keepdim=True)
+        return lengths.to(device)
+
+    def targets(self, labels: Tensor, ignored: int, *, shifted: bool = False) -> Tensor:
+        """Return the target of every token (B, T): the label of the next text of its row and document, or ``ignored``.
+        ``labels`` (B, T) are of the tokens themselves, or if ``shifted`` of the tokens after them: after the last token
+        of the call, the caller knows the next."""
+        if labels.shape != self.shape:
+            raise ValueError(f"labels must have the shape of input_ids, {self.shape}; got {tuple(labels.shape)}.")
+        labels = self._text_first(labels.long())
+        lengths = self._lengths(labels.device)
+        none = torch.arange(self.shape[1], device=labels.device) >= (lengths if shifted else lengths - 1)
+        if self.starts is not None:
+            none[:, :-1] |= self.starts[:, 1:].to(labels.device)
+        targets = (labels if shifted else labels.roll(-1, 1)).masked_fill(none, ignored)
+        return targets if self.columns is None else targets.scatter(1, self.columns.to(labels.device), targets)
+
+    def read(self, model: Gecko, cache: GeckoCache | None, *, every: bool) -> Layers:
+        """Return hidden states (B, T, D), those of the last text before it, or 0, at padding; the cache follows."""
+        device, before, ids = self.inputs.device, None if cache is None else cache.state, None
+        if cache is not None and before is not None and cache.text is None:  # those of earlier calls are there already
+            before = before.to(device)
+        if self.starts is not None:
+            ids = self.starts.long().cumsum(1)
+            ids = ids if before is None else ids + before.clock.segment_id.to(ids.device).unsqueeze(1)
+        state: GeckoState | None
+        if self.text is None:
+            layers, state = _read(model, self.inputs, ids, before, every)
         else:
-            layers, state = _read(model, self.inputs, self._segment_ids(before), before, every)
+            layers, state = self._read_text(model, ids, before, cache, every)
+            # ``generate`` samples from the last column, so padding repeats the text before it.
+            place = (self.text.cumsum(1) - 1).unsqueeze(-1)
+            head, *others = (x.gather(1, place.clamp(min=0).expand_as(x)).masked_fill(place < 0, 0) for x in layers)
+            if cache is not None and cache.last is not None:
+                head = torch.where(place < 0, cache.last.unsqueeze(1), head)
+            layers = head, *others
         if cache is not None and state is not None:
-            is_text = self.text
-            if is_text is None:
-                is_text = torch.ones(self.shape, dtype=torch.bool, device=self.inputs.device)
-            cache.follow(state, self.inputs, is_text, layers[0][:, -1].clone())
+            text = torch.ones(self.shape, dtype=torch.bool, device=device) if self.text is None else self.text
+            cache.follow(state, self.inputs, text, layers[0][:, -1].clone())
         return layers
 
     def _read_text(
-        self, text: Tensor, model: Gecko, before: GeckoState | None, cache: GeckoCache | None, every: bool
+        self, model: Gecko, ids: Tensor | None, before: GeckoState | None, cache: GeckoCache | None, every: bool
     ) -> tuple[Layers, GeckoState | None]:
-        """Read a batch with padding.
-
-        With a cache, rows of equal length are read together, because padding after a text would change the state.
-        Without it all rows are: later tokens do not change earlier hidden states.
-        """
-        ids, lengths, columns = self._segment_ids(before), text.sum(1), (~text).int().argsort(dim=1, stable=True)
-        blank = model.embedding.weight.new_zeros(*self.shape, model.config.model_dim)
-        layers: Layers = (blank,) * (1 + every * model.config.num_layers)
+        """Read a batch with padding; hidden states are in the order of ``columns``."""
+        # With a cache, rows of equal length are read together, because padding after a text would change the state.
+        # Without it all rows are: later tokens do not change earlier hidden states.
+        inputs, lengths = self._text_first(self.inputs), self._lengths(self.inputs.device).squeeze(1)
         numbers = torch.arange(len(lengths), device=lengths.device)
         groups = [numbers] if cache is None else [numbers[lengths == length] for length in torch.unique(lengths)]
-        states = []
+        parts, states = [], []
         for rows in groups:
             length, state = int(lengths[rows].max()), None if before is None else before.rows(rows.tolist())
+            nothing = model.embedding.weight.new_zeros(len(rows), 0, model.config.model_dim)
+            found: Layers = [nothing] * (1 + every * model.config.num_layers)
             if length:
-                at = (rows[:, None], columns[rows, :length])
-                parts, state = _read(model, self.inputs[at], None if ids is None else ids[at], state, every)
-                layers = tuple(x.to(part.dtype).index_put(at, part) for x, part in zip(layers, parts, strict=True))
+                of_rows = None if ids is None else ids[rows, :length]
+                found, state = _read(model, inputs[rows, :length], of_rows, state, every)
+            parts.append([F.pad(x, (0, 0, 0, self.shape[1] - length)) for x in found])
             if state is None:
                 state = model.empty_state(len(rows))
                 state = replace(state, model="") if torch.is_grad_enabled() else state
             states.append(state)
-        # ``generate`` samples from the last column, so padding repeats the text before it.
-        place = _last_text(text).unsqueeze(-1)
-        head, *others = (x.gather(1, place.clamp(min=0).expand_as(x)).masked_fill(place < 0, 0) for x in layers)
-        if cache is None:
-            return (head, *others), None
-        if cache.last is not None:
-            head = torch.where(place < 0, cache.last.unsqueeze(1), head)
-        return (head, *others), GeckoState.stack(states).rows(torch.cat(groups).argsort().tolist())
-
-    def targets(self, labels: Tensor, ignored: int, *, shifted: bool = False) -> Tensor:
-        """Return the target of every token (B, T): the label of the next text of its row and document, or ``ignored``.
-        ``labels`` (B, T) are of the tokens themselves, or if ``shifted`` of the tokens after them."""
-        if labels.shape != self.shape:
-            raise ValueError(f"labels must have the shape of input_ids, {self.shape}; got {tuple(labels.shape)}.")
-        following = self._following()
-        last = following == self.shape[1]
-        if self.starts is not None:
-            last |= self.starts.gather(1, following.clamp(max=self.shape[1] - 1))
-        if shifted:
-            ends = last & (following < self.shape[1])  # after the last token of the call, the caller knows the next
-            targets = labels.long().masked_fill(ends.to(labels.device), ignored)
-        else:
-            at = following.clamp(max=self.shape[1] - 1).to(labels.device)
-            targets = labels.long().gather(1, at).masked_fill(last.to(labels.device), ignored)
-        return targets if self.text is None else targets.masked_fill(~self.text.to(labels.device), ignored)
-
-    def _following(self) -> Tensor:
-        """Return the next column of text after every column, (B, T); T if there is none."""
-        batch, length = self.shape
-        column = torch.arange(length, device=self.inputs.device).expand(batch, -1)
-        if self.text is None:
-            return column + 1
-        found = column.masked_fill(~self.text, length).flip(1).cummin(dim=1).values.flip(1)
-        return torch.cat([found[:, 1:], torch.full_like(found[:, :1], length)], dim=1)
-
-    def _segment_ids(self, state: GeckoState | None) -> Tensor | None:
-        if self.starts is None:
-            return None
-        ids = self.starts.long().cumsum(1)
-        return ids if state is None else ids + state.clock.segment_id.to(ids.device).unsqueeze(1)
+        order = torch.cat(groups).argsort()
+        layers = [torch.cat(part)[order] for part in zip(*parts, strict=True)]
+        return layers, None if cache is None else GeckoState.stack(states).rows(order.tolist())
 
 
-def _last_text(text: Tensor) -> Tensor:
-    """Return the last column of text up to every column, (B, T); −1 if there is none."""
-    column = torch.arange(text.shape[1], device=text.device).expand_as(text)
-    return column.masked_fill(~text, -1).cummax(dim=1).values
+def _read(
+    model: Gecko, inputs: Tensor, ids: Tensor | None, state: GeckoState | None, every: bool
+) -> tuple[Layers, GeckoState]:
+    """Return hidden states and the state; if ``every``, those of every block too, after the input of the head."""
+    # Without gradients the text is read in pieces, so that a long prompt takes little memory.
+    size = inputs.shape[1] if torch.is_grad_enabled() else piece_length(model.config)
+    layers: list[Tensor] = []
+    blocks: Any = model.blocks if every else ()
+    handles = [block.register_forward_pre_hook(lambda _, given: layers.append(given[0])) for block in blocks]
+    parts = []
+    try:
+        for begin in range(0, inputs.shape[1], size):
+            layers.clear()
+            piece = slice(begin, begin + size)
+            hidden, state = model.hidden(inputs[:, piece], None if ids is None else ids[:, piece], state)
+            parts.append((hidden, *layers))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert state is not None
+    return parts[0] if len(parts) == 1 else [torch.cat(part, dim=1) for part in zip(*parts, strict=True)], state
 
 
 def _text(inputs: Tensor, mask: Tensor, read: Tensor | None) -> Tensor | None:
@@ -327,32 +332,3 @@ def _text(inputs: Tensor, mask: Tensor, read: Tensor | None) -> Tensor | None:
         )
     text = is_text[:, -length:]
     return None if bool(text.all()) else text
-
-
-def _starts(inputs: Tensor, positions: Tensor, text: Tensor | None) -> Tensor | None:
-    batch, length = inputs.shape[:2]
-    if positions.dim() != 2 or positions.shape[1] != length or positions.shape[0] not in (1, batch):
-        raise ValueError(
-            f"position_ids must have the shape of input_ids, {(batch, length)}; got {tuple(positions.shape)}."
-        )
-    positions = positions.expand(batch, -1)
-    text = torch.ones_like(positions, dtype=torch.bool) if text is None else text
-    column, before = torch.arange(1, length, device=positions.device), _last_text(text)[:, :-1]
-    inside = text[:, 1:] & (before >= 0)
-    begins = inside & (positions[:, 1:] == 0)
-    adjacent = inside & (column - before == 1)
-    if bool((adjacent & ~begins & (positions[:, 1:] != positions[:, :-1] + 1)).any()):
-        raise ValueError(
-            "position_ids must count by one within a document and be 0 where one starts; they jump. A Gecko knows "
-            "positions by itself, so leave them out unless a row packs several documents."
-        )
-    return torch.cat([torch.zeros_like(text[:, :1]), begins], dim=1) if bool(begins.any()) else None
-
-
-def pick(layers: Sequence[Tensor], wanted: Sequence[int] | bool) -> tuple[Tensor | None, ...]:
-    """Return the layers, with None for those whose index is not in ``wanted``; True wants all. Raise IndexError if
-    there is no layer with an index."""
-    if isinstance(wanted, bool):
-        return tuple(layers)
-    kept = {range(len(layers))[index] for index in wanted}
-    return tuple(layer if index in kept else None for index, layer in enumerate(layers))

@@ -58,7 +58,13 @@ def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
         FileExistsError: the folder is that of a training run, or of a checkpoint with weights.
         OSError: writing failed.
     """
-    config = GeckoConfig.of(model.config, **_special_ids(tokenizer, model.config.vocab_size))
+    if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            "the model's vocabulary must hold every id of the tokenizer; got "
+            f"vocab_size={model.config.vocab_size} and a tokenizer with {len(tokenizer)} ids."
+        )
+    special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = GeckoConfig.of(model.config, **special)
     config.auto_map = AUTO_MAP
     wrapped = GeckoForCausalLM(config)
     wrapped.model.gecko = model
@@ -73,11 +79,8 @@ def export(model: Gecko, folder: str | Path, tokenizer: Any = None) -> None:
     card = Path(folder) / "README.md"
     if not card.exists():
         count = sum(parameter.numel() for parameter in model.parameters())
-        text = _CARD.format(
-            name=card.resolve().parent.name, parameters=count, layers=model.config.num_layers,
-            vocabulary=model.config.vocab_size, version=__version__,
-        )  # fmt: skip
-        write_text(card, text)
+        sizes = {"parameters": count, "layers": model.config.num_layers, "vocabulary": model.config.vocab_size}
+        write_text(card, _CARD.format(name=card.resolve().parent.name, version=__version__, **sizes))
 
 
 _CARD = """\
@@ -146,18 +149,6 @@ def _closure(module: str) -> dict[str, str]:
 
 def _file(module: str) -> str:
     return FILES.get(module, module.replace(".", "_"))
-
-
-def _special_ids(tokenizer: Any, vocab_size: int) -> dict[str, int]:
-    if tokenizer is None:
-        return {}
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the model's vocabulary must hold every id of the tokenizer; got vocab_size={vocab_size} and a "
-            f"tokenizer with {len(tokenizer)} ids."
-        )
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

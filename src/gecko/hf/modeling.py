@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from gecko.hf.batch import CACHE, GeckoCache, PaddedBatch, given_cache, pick
+from gecko.hf.batch import CACHE, GeckoCache, PaddedBatch, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
 from gecko.io.model_folder import TIED, stored_weight
@@ -99,40 +99,19 @@ class GeckoModel(GeckoPreTrainedModel):
                 )
             use_cache = False
         _check_others(output_attentions, position_ids, others)
-        batch = self.batch(input_ids, attention_mask, position_ids, cache, inputs_embeds)
+        batch = PaddedBatch.build(input_ids, attention_mask, position_ids, cache, inputs_embeds)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and cache is None:
             cache = GeckoCache()
         wanted: Any = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden, *layers = batch.read(self.gecko, cache, every=wanted is not False)
-        shown: Any = None if wanted is False else pick([*layers, hidden], wanted)
-        kept: Any = {CACHE: cache}
-        output = modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=shown, **kept)
-        return _as_asked(output, return_dict, self.config)
-
-    def batch(
-        self, input_ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, cache: GeckoCache | None,
-        embeds: Tensor | None = None,
-    ) -> PaddedBatch:  # fmt: skip
-        """Check the arguments of a call and return its batch."""
-        if (input_ids is None) == (embeds is None):
-            raise ValueError(
-                f"one of input_ids and inputs_embeds must be given; got {'neither' if input_ids is None else 'both'}."
-            )
-        inputs = embeds if input_ids is None else input_ids
-        assert inputs is not None
-        if cache is None:
-            return PaddedBatch.build(inputs, mask, positions)
-        if not isinstance(cache, GeckoCache):
-            raise TypeError(
-                f"past_key_values must be a GeckoCache; got {type(cache).__name__}. Leave it out to make one. "
-                "Prefix tuning of PEFT needs keys and values, which no Gecko has: use prompt tuning, p-tuning or LoRA."
-            )
-        if cache.state is not None and cache.state.batch_size != len(inputs):
-            held = cache.state.batch_size
-            raise ValueError(f"the cache must hold {len(inputs)} rows, as input_ids; it holds {held}.")
-        return PaddedBatch.build(inputs, mask, positions, read=cache.text, continued=True)
+        shown: Any = None if wanted is False else (*layers, hidden)
+        if shown is not None and wanted is not True:  # indices of those that are asked for
+            kept = {range(len(shown))[index] for index in wanted}
+            shown = tuple(layer if index in kept else None for index, layer in enumerate(shown))
+        found = {"last_hidden_state": hidden, "hidden_states": shown, CACHE: cache}
+        return _as_asked(modeling_outputs.BaseModelOutputWithPast, return_dict, self.config, **found)
 
 
 class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
@@ -170,8 +149,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:
-        """Make the cache before the first call, so that ``prefill_chunk_size`` finds one. Raise ValueError if a row of
-        the prompts has only padding."""
+        """Make the cache before the first call, so that ``prefill_chunk_size`` finds one."""
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not bool((mask != 0).any(1).all()):
             raise ValueError("every prompt must have at least one token; a row of attention_mask has only padding.")
@@ -181,14 +159,10 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         return prepared
 
     def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Prepare inputs without ``tokenizer``, which transformers passes on from the arguments of ``generate``.
-
-        ``inputs_embeds`` has a name here because transformers looks for it. The cache is under its older name, by which
-        PEFT knows whether a trained prompt was read.
-        """
-        kwargs.pop("tokenizer", None)
+        """Prepare inputs; transformers looks for the name ``inputs_embeds`` here."""
+        kwargs.pop("tokenizer", None)  # which transformers passes on from the arguments of ``generate``
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
-        if CACHE in prepared:
+        if CACHE in prepared:  # under its older name PEFT knows whether a trained prompt was read
             prepared["past_key_values"] = prepared.pop(CACHE)
         return prepared
 
@@ -238,7 +212,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         targets, shift_labels = None, others.pop("shift_labels", None)
         given = labels if shift_labels is None else shift_labels
         if given is not None:  # before the call updates the cache
-            batch = self.model.batch(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+            batch = PaddedBatch.build(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
             targets = batch.targets(given, IGNORED, shifted=shift_labels is not None)
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
@@ -247,17 +221,11 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         hidden = output.last_hidden_state
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         loss = None if targets is None else self._loss(hidden, targets, num_items_in_batch)
-        found = modeling_outputs.CausalLMOutputWithPast(
-            loss=loss, logits=self.model.gecko.head(hidden[:, kept]), hidden_states=output.hidden_states,
-            **{CACHE: output.get(CACHE)},
-        )  # fmt: skip
-        return _as_asked(found, return_dict, self.config)
+        kind, logits = modeling_outputs.CausalLMOutputWithPast, self.model.gecko.head(hidden[:, kept])
+        return _as_asked(kind, return_dict, self.config, loss=loss, logits=logits, **_rest(output))
 
     def _loss(self, hidden: Tensor, targets: Tensor, num_items: int | Tensor | None) -> Tensor:
-        """Return the mean loss of the targets, or their sum over ``num_items``.
-
-        An adapter on the head and hooks of it are applied.
-        """
+        """Return the mean loss of the targets, or their sum over ``num_items``, with adapters and hooks of the head."""
         head, rows, flat = self.model.gecko.head, hidden.flatten(0, 1), targets.flatten()
         count = (targets != IGNORED).sum()
         if is_bare(head) or head.weight.is_meta:  # accelerate has offloaded it, and its hook changes nothing
@@ -321,10 +289,8 @@ class GeckoForSequenceClassification(GeckoPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=scores, labels=labels, pooled_logits=scores, config=self.config)
-        found = modeling_outputs.SequenceClassifierOutputWithPast(
-            loss=loss, logits=scores, hidden_states=output.hidden_states, **{CACHE: output.get(CACHE)}
-        )
-        return _as_asked(found, return_dict, self.config)
+        kind = modeling_outputs.SequenceClassifierOutputWithPast
+        return _as_asked(kind, return_dict, self.config, loss=loss, logits=scores, **_rest(output))
 
     def _mask(self, ids: Tensor) -> Tensor | None:
         """Return the mask (B, T) of texts whose padding is known by its id only."""
@@ -369,6 +335,11 @@ def _check_others(attentions: bool | None, positions: Tensor | None, others: dic
         )
 
 
-def _as_asked(output: Any, return_dict: bool | None, config: Any) -> Any:
-    """Return the output, or a tuple of its values if ``return_dict`` or the config says so."""
+def _rest(output: Any) -> dict[str, Any]:
+    return {"hidden_states": output.hidden_states, CACHE: output.get(CACHE)}
+
+
+def _as_asked(kind: Any, return_dict: bool | None, config: Any, **values: Any) -> Any:
+    """Return an output, or a tuple of its values if ``return_dict`` or the config says so."""
+    output = kind(**values)
     return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()

@@ -62,18 +62,19 @@ class GeckoPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw the weights that have no values yet, those of a ``Gecko`` as its constructor does."""
+
+        def has_values(name: str, parameter: nn.Parameter) -> bool:
+            # transformers 4 marks a parameter, replaces it by the loaded one, and keeps the mark of the module only.
+            marked = parameter, self._gecko.get_submodule(name.rpartition(".")[0])
+            return any(getattr(x, _HAS_VALUES, False) for x in marked)
+
         weights = dict(self._gecko.named_parameters(remove_duplicate=False))
-        without = [name for name, x in weights.items() if not x.is_meta and not self._has_values(name, x)]
+        without = [name for name, x in weights.items() if not x.is_meta and not has_values(name, x)]
         super().initialize_weights()  # which marks all modules
         drawn = type(self._gecko)(self._gecko.config).state_dict() if without else {}
         for name in without:
             weights[name].copy_(drawn[name])
             setattr(weights[name], _HAS_VALUES, True)
-
-    def _has_values(self, name: str, parameter: nn.Parameter) -> bool:
-        # transformers 4 marks a parameter, replaces it by the loaded one, and keeps the mark of the module only.
-        marked = parameter, self._gecko.get_submodule(name.rpartition(".")[0])
-        return any(getattr(x, _HAS_VALUES, False) for x in marked)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -186,7 +187,11 @@ class GeckoPreTrainedModel(PreTrainedModel):
         head, embedding = (self._to_gecko + name for name in TIED)
         layout = Layout(self._format, (head, embedding))
         kept = {name: x for name, x in weights.items() if not (name == head and self.config.tie_embedding)}
-        write_folder(folder, config.architecture(), kept, layout, shards=_shards(kept, max_shard_size))
+        shards: list[list[str]] = []
+        if max_shard_size is not None:
+            split = split_torch_state_dict_into_shards(kept, max_shard_size=max_shard_size).filename_to_tensors
+            shards = [list(names) for _, names in sorted(split.items())] if len(split) > 1 else []
+        write_folder(folder, config.architecture(), kept, layout, shards=shards)
         if self._auto_class is not None:  # this class comes from remote code: copy that code
             custom_object_save(self, folder, config=config)
         elif config.auto_map:  # this class is the package's, loaded from an export
@@ -218,11 +223,3 @@ def _are_equal(head: Tensor | None, embedding: Tensor | None) -> bool:
     if head is None or embedding is None or head is embedding or head.is_meta:
         return True
     return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding.to(head.device))
-
-
-def _shards(weights: dict[str, Tensor], most: int | str | None) -> list[list[str]]:
-    """Return the names in each file of at most ``most`` bytes; [] for one file."""
-    if most is None:
-        return []
-    found = split_torch_state_dict_into_shards(weights, max_shard_size=most).filename_to_tensors
-    return [list(names) for _, names in sorted(found.items())] if len(found) > 1 else []

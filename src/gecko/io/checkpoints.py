@@ -36,11 +36,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify_files(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Check that the files of a checkpoint have the size and SHA-256 in its manifest.
-
-    Raise FileNotFoundError, ValueError or OSError if a file is missing, damaged or cannot be read; the message names
-    it. Only every ``parts``-th file from ``part`` on is checked; all parts together check all files.
-    """
+    """Check that every ``parts``-th file from ``part`` on has the size and SHA-256 in the checkpoint's manifest. Raise
+    FileNotFoundError, ValueError or OSError if one is missing, damaged or cannot be read; the message names it."""
     for name, entry in sorted(read_manifest(path).items())[part::parts]:
         file = path / name
         if not file.is_file():
@@ -82,10 +79,8 @@ def check_one_is_sound(folder: Path, damaged: list[Path]) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest undamaged checkpoint of a folder; None if it has no checkpoint.
-
-    Damaged and unreadable checkpoints are skipped with a warning. Raise ValueError if all are damaged.
-    """
+    """Return the newest undamaged checkpoint of a folder, with a warning for each damaged one; None if it has none.
+    Raise ValueError if all are damaged."""
     candidates = list_checkpoints(folder)
     for path in candidates:
         fault = find_fault(path)

@@ -105,8 +105,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raise OSError if the file cannot be read, ValueError if the file is not JSON, or not an object. ``what`` describes
-    the content for error messages: ``path must hold WHAT as JSON``.
+    Raise OSError if the file cannot be read, ValueError if it is not JSON, or not an object: ``path must hold WHAT``.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} must hold {what} as JSON; {found_at(path)}. Name a file.")
@@ -138,17 +137,13 @@ def found_at(path: str | Path) -> str:
 
 
 def parse_object(path: str | Path, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Return ``parse(content)`` for the object in a JSON file.
-
-    Raise OSError if the file cannot be read, ValueError if the file is damaged, or a field is missing or does not fit;
-    the message names the file. ``what`` is as in ``read_object``.
-    """
+    """Return ``parse(content)`` for the object of ``read_object``; errors are also those of ``fitting``."""
     content = read_object(path, what)
     return fitting(path, what, lambda: parse(content))
 
 
 def fitting(path: str | Path, what: str, parse: Callable[[], T]) -> T:
-    """Return ``parse()``, which takes apart content of ``path``; raise ValueError as ``parse_object`` does."""
+    """Return ``parse()``, which takes apart content of ``path``; ValueError names it if a field does not fit."""
     try:
         return parse()
     except KeyError as error:
@@ -161,11 +156,8 @@ Record = dict[str, Any]
 
 
 def read_lines(path: Path, fields: Collection[str] = ()) -> list[Record]:
-    """Return the records of a file in order, without a torn last line; none if the file does not exist.
-
-    Raise OSError if the file cannot be read, ValueError if another line is damaged; the message names it. Every record
-    must have the names in ``fields``.
-    """
+    """Return the records of a file in order, which have ``fields``, without a torn last line; none if there is no file.
+    Raise OSError if the file cannot be read, ValueError if another line is damaged."""
     records, damaged = _examine_lines(path, fields)
     if damaged:
         raise ValueError(f"{damaged[0]}. Delete the line, or restore the file from a copy.")
@@ -178,16 +170,15 @@ def _examine_lines(path: Path, fields: Collection[str]) -> tuple[list[Record], l
     damaged: list[str] = []
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, start=1):
-        record: Any = None
         reason = ""
         try:
             record = parse_json(line)
+            if not isinstance(record, dict):
+                reason = f"a JSON object; got a {type(record).__name__}"
+            elif missing := [name for name in fields if name not in record]:
+                reason = f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
         except ValueError as error:
             reason = f"a JSON object; {error}"
-        if not reason and not isinstance(record, dict):
-            reason = f"a JSON object; got a {type(record).__name__}"
-        elif not reason and (missing := [name for name in fields if name not in record]):
-            reason = f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
         if not reason:
             records.append(record)
         # After the last line end there is nothing, or a torn line: a process was killed while it wrote.
@@ -201,11 +192,10 @@ def as_lines(records: Collection[Record]) -> str:
 
 
 def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
-    """Rewrite a JSON Lines file without its damaged lines, so that lines can be appended.
+    """Rewrite a JSON Lines file without lines that are damaged or lack ``fields``, so that lines can be appended.
 
-    A warning names each damaged line, and a copy of the original file stays beside it as ``NAME.damaged``. A torn last
-    line, which a killed process leaves, is dropped without a warning: its record was never complete. Every record must
-    have the names in ``fields``.
+    A warning names each, and a copy of the original file stays beside it as ``NAME.damaged``. A torn last line, which a
+    killed process leaves, is dropped without a warning: its record was never complete.
     """
     records, damaged = _examine_lines(path, fields)
     content = path.read_bytes() if path.exists() else b""

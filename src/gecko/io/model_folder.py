@@ -130,23 +130,25 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a folder's weights file or files, by their names there, and the metadata."""
-    if not (folder / INDEX).is_file():
-        return _read_file(folder / WEIGHTS, expected)
-    if (folder / WEIGHTS).exists():
-        raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
-    places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {REMEDY}")
-    strange = [file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))]
-    if strange:
-        raise ValueError(
-            f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange[0]!r}."
-        )
+    places: Any = {}
+    if (folder / INDEX).is_file():
+        if (folder / WEIGHTS).exists():
+            raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
+        places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {REMEDY}")
+        if strange := [file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))]:
+            raise ValueError(
+                f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange[0]!r}."
+            )
     tensors: dict[str, Tensor] = {}
     every = []
-    for file in sorted(set(places.values())):
-        found, metadata = _read_file(folder / file, expected)
-        if found.keys() != {name for name, place in places.items() if place == file}:
+    for file in sorted(set(places.values())) or [WEIGHTS]:
+        found, metadata = load_tensors(folder / file)
+        kind = metadata.get("gecko", metadata.get("format", "another file"))
+        if kind != expected:
+            raise ValueError(f"{folder / file} must hold a model's weights ({expected}); it holds {kind}.")
+        if places and found.keys() != {name for name, place in places.items() if place == file}:
             raise ValueError(f"{folder / file} must hold the weights that {INDEX} lists; it holds others.")
         tensors |= found
         every.append(metadata)
@@ -155,20 +157,9 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
     return tensors, every[0]
 
 
-def _read_file(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    tensors, metadata = load_tensors(path)
-    found = metadata.get("gecko", metadata.get("format", "another file"))
-    if found != expected:
-        raise ValueError(f"{path} must hold a model's weights ({expected}); it holds {found}.")
-    return tensors, metadata
-
-
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
-    """Return the config, of class ``kind``, and the weights of a model folder, by their names in the model.
-
-    Raise FileNotFoundError if a file is missing, ValueError if one is damaged, both belong to different models, or the
-    folder is also a training run.
-    """
+    """Return the config, of class ``kind``, and the weights of a model folder, by their names in the model. Raise
+    FileNotFoundError if a file is missing, ValueError if one is damaged, or the folder is that of another model too."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} must be a model's folder with {CONFIG} and {WEIGHTS}; it has no {CONFIG}.")
@@ -259,10 +250,7 @@ def fingerprint(model: nn.Module, tied: str | None = None) -> str:
 
 
 def stored_weight(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter; if accelerate has offloaded it, read it from the CPU or the disk.
-
-    An offloaded parameter is on the device ``meta``. A hook of its module, or of a parent module, holds its values.
-    """
+    """Return a parameter; if accelerate has offloaded it, from the hook of its module or a parent that holds it."""
     path = name.split(".")
     # Not get_parameter: torch.func.functional_call lends tensors that are no nn.Parameter.
     weight: Tensor = getattr(model.get_submodule(".".join(path[:-1])), path[-1])
@@ -277,11 +265,8 @@ def stored_weight(model: nn.Module, name: str) -> Tensor:
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
-    """Return the sums of a matrix's rows, or the elements of a vector, as int32.
-
-    The bits of the floats are added as integers, so the result does not depend on the order of the sums or on the
-    device. It runs at memory bandwidth; hashing every byte would take half a minute for a large model.
-    """
+    """Return the sums of a matrix's rows, or the elements of a vector, as int32, at memory bandwidth."""
+    # The bits of the floats are added as integers, so the result depends neither on an order of sums nor on the device.
     rows = len(tensor) if tensor.dim() > 1 else tensor.numel()
     parts = tensor.reshape(rows, -1).split(max(1, 2**18 * rows // max(1, tensor.numel())))  # stay in the cache
     wide = (part if part.dtype == torch.float64 else part.float() for part in parts)
@@ -348,16 +333,20 @@ def fitted(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Ten
 
 
 def check_layout(source: object, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a tensor is missing, unknown, or of another shape or kind of dtype than in ``like``.
+    """Raise ValueError if a tensor is missing, unknown, or of another shape or kind of dtype than in ``like``."""
 
-    The message names the file ``source``, the tensor, and what was expected and found.
-    """
+    def alike(expected: Tensor, found: Tensor) -> bool:
+        return found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
+
+    def described(tensor: Tensor | None) -> str:
+        return "absent" if tensor is None else f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)}"
+
     for name in (*like, *tensors):
         expected, found = like.get(name), tensors.get(name)
-        if expected is None or found is None or expected.shape != found.shape or not _alike(expected, found):
+        if expected is None or found is None or expected.shape != found.shape or not alike(expected, found):
             raise ValueError(
-                f"{source} must hold the tensors of its config; {name} must be {_described(expected)}, "
-                f"and is {_described(found)}. {REMEDY}"
+                f"{source} must hold the tensors of its config; {name} must be {described(expected)}, "
+                f"and is {described(found)}. {REMEDY}"
             )
 
 
@@ -381,12 +370,3 @@ def check_finite(source: object, tensors: Mapping[str, Tensor]) -> None:
         floating = tensor.is_floating_point() and tensor.numel() > 0
         if floating and not all(math.isfinite(x) for x in tensor.detach().aminmax()):
             raise ValueError(f"{source} must hold finite numbers; {name} has NaN or infinite ones. Use an older copy.")
-
-
-def _alike(expected: Tensor, found: Tensor) -> bool:
-    return found.dtype in FLOATS if expected.is_floating_point() else found.dtype == expected.dtype
-
-
-def _described(tensor: Tensor | None) -> str:
-    dtype = "absent" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-    return dtype if tensor is None else f"{dtype} of shape {tuple(tensor.shape)}"

@@ -37,10 +37,8 @@ def code_name(code: Mapping[str, str | None]) -> str:
 
 
 def git_commit(file: Path) -> str | None:
-    """Return the commit of the checkout that tracks ``file``; None if git is missing or does not track it.
-
-    A copy installed inside the checkout of another project has no commit.
-    """
+    """Return the commit of the checkout that tracks ``file``; None if git is missing or does not track it, as a copy
+    that is installed inside the checkout of another project."""
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
     return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -93,10 +91,8 @@ def is_reachable(address: str) -> bool:
 
 @contextmanager
 def cached_data_sets_without_network(extra: str) -> Iterator[None]:
-    """Load data sets from the cache of the package ``datasets`` only, if the hub cannot be reached.
-
-    ``datasets`` comes with our ``extra``. Raise FileNotFoundError if the cache then lacks a data set.
-    """
+    """Load data sets from the cache of ``datasets``, which our ``extra`` installs, if the hub cannot be reached. Raise
+    FileNotFoundError if the cache then lacks one."""
     hub, datasets = require("huggingface_hub", extra), require("datasets", extra)
     if is_reachable(hub.constants.ENDPOINT):
         yield
@@ -125,20 +121,14 @@ _HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep and reuse freed blocks of any size. Return whether it accepted; False on other C libraries.
-
-    By default it returns large blocks to the system, and each fresh page costs a page fault. Training steps and prefill
-    free and allocate the same blocks each time.
-    """
+    """Make glibc keep and reuse freed blocks of any size: training steps and prefill free and allocate the same ones,
+    and each fresh page costs a page fault. Return whether it accepted; False on other C libraries."""
     return _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
 
 
 def bound_freed_memory() -> bool:
-    """Make glibc keep and reuse freed blocks, except very large ones, and return memory of which it keeps too much.
-
-    Return whether it accepted; False on other C libraries. In a server, long-lived states between short-lived blocks
-    fragment kept memory, so it must not grow without bound.
-    """
+    """Make glibc keep and reuse freed blocks, except very large ones, up to a bound: in a server, long-lived states
+    between short-lived blocks fragment what it keeps. Return whether it accepted; False on other C libraries."""
     return _set({_MMAP_THRESHOLD: _VERY_LARGE, _TRIM_THRESHOLD: _MOST_KEPT, _ARENA_MAX: 1})
 
 
@@ -204,11 +194,8 @@ class SteadyCollection:
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Flush denormal numbers (below 1e-38) to zero in this thread while the context is active.
-
-    Threads that PyTorch starts meanwhile keep the setting. Processors multiply denormals a hundred times slower than
-    other numbers, and saturated attention and vanishing gradients contain many of them.
-    """
+    """Flush denormal numbers (below 1e-38), which processors multiply a hundred times slower than others, to zero in
+    this thread while the context is active, and in threads that PyTorch starts meanwhile."""
     import torch
 
     before = not (torch.tensor(1e-30, dtype=torch.float32, device="cpu") * 1e-9).item()
