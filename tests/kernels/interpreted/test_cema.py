@@ -11,7 +11,7 @@ from kernels.agreement import is_well_registered, normal
 from kernels.recording import take_kernels
 from support import cases, laws
 
-from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, varlen_tiles
+from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, triton_coefficients, varlen_tiles
 from gecko.ops.cema.varlen_tiles import VarlenTilePlan
 from gecko.segments import Segments
 
@@ -205,7 +205,7 @@ def test_coefficients_of_which_some_have_no_gradient():
 
 
 def test_coefficients_are_well_registered():
-    is_well_registered(triton.coefficients_triton, normal(5, 3), normal(5, 3, seed=1), normal(5))
+    is_well_registered(triton_coefficients.coefficients_triton, normal(5, 3), normal(5, 3, seed=1), normal(5))
 
 
 def test_long_memories_stay_accurate():

@@ -50,7 +50,7 @@ class CEMACoefficients:
         # In training these are twenty launches of a layer. Weights are packed for decoding once, on any device.
         fits = torch.is_grad_enabled() and alpha.shape == delta.shape and theta.shape == alpha.shape[:1]
         if fits and all(choose_backend(x, cpu=False) == "triton" for x in (alpha, delta, theta)):
-            from gecko.ops.cema.triton import coefficients_triton
+            from gecko.ops.cema.triton_coefficients import coefficients_triton
 
             p, log_damping, angle = coefficients_triton(alpha, delta, theta)
             return cls(p, log_damping, angle, gamma.to(compute_dtype(gamma)))

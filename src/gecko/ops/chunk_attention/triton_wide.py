@@ -158,7 +158,7 @@ def _score_grads_kernel(
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Blocks:
     """``count`` blocks starting at (row, chunk): one chunk of consecutive rows (``across``), or chunks of one row."""
 
     row: int
@@ -195,7 +195,7 @@ class _Piece:
         return x[self.row, chunk : chunk + self.count]
 
 
-def _pieces(laid: Laid) -> Iterator[_Piece]:
+def _pieces(laid: Laid) -> Iterator[_Blocks]:
     """Yield groups of blocks whose weights fit in the buffer. Those without a previous chunk come first."""
     rows, lookback = len(laid.near), laid.far is not None
     alone = 0 if lookback and laid.before else 1 if lookback else laid.chunks
@@ -204,10 +204,10 @@ def _pieces(laid: Laid) -> Iterator[_Piece]:
         most = min(65_535, max(1, _SCRATCH // ((1 + previous) * laid.chunk**2 * laid.v.itemsize)))
         if end - begin > rows:
             for row, chunk in product(range(rows), range(begin, end, most)):
-                yield _Piece(row, chunk, min(most, end - chunk), False, previous, laid.chunk)
+                yield _Blocks(row, chunk, min(most, end - chunk), False, previous, laid.chunk)
         else:
             for chunk, row in product(range(begin, end), range(0, rows, most)):
-                yield _Piece(row, chunk, min(most, rows - row), True, previous, laid.chunk)
+                yield _Blocks(row, chunk, min(most, rows - row), True, previous, laid.chunk)
 
 
 def _scratch(laid: Laid, dtype: torch.dtype | None = None) -> Tensor:
@@ -231,7 +231,7 @@ def _tiles(laid: Laid, block_k: int) -> dict[str, int]:
     return dict(block_q=64, block_k=block_k, block_d=min(tile(laid.near.shape[2]), block_d))
 
 
-def _launch(kernel: Any, laid: Laid, piece: _Piece, block_k: int, **tensors: Tensor) -> None:
+def _launch(kernel: Any, laid: Laid, piece: _Blocks, block_k: int, **tensors: Tensor) -> None:
     """Launch a kernel that computes the weights of a piece."""
     tiles = _tiles(laid, block_k)
     count = blocks(laid.chunk, tiles["block_q"]) * blocks(laid.chunk, tiles["block_k"]) * (1 + piece.previous)
