@@ -27,8 +27,8 @@ PRESETS = [
 
 REGISTERS = {
     "cema.triton_backward": 128, "cema.triton_coefficients": 64, "cema.triton_forward": 64,
-    "chunk_attention.triton_layout": 96, "chunk_attention.triton_narrow": 255, "chunk_attention.triton_wide": 255, "decoding.triton_mixer": 168,
-     "decoding.triton_products": 255, "decoding.triton_rows": 64,
+    "chunk_attention.triton_layout": 96, "chunk_attention.triton_narrow": 255, "chunk_attention.triton_wide": 255,
+    "decoding.triton_mixer": 168, "decoding.triton_products": 255, "decoding.triton_rows": 64,
     "feed_forward.triton": 128, "gates.triton": 128, "loss.triton": 128, "norms.triton": 128,
     "qk_scale_shift.triton": 128, "timestep_norm.triton": 224, "working_memory.triton_chain": 168,
     "working_memory.triton": 168,
