@@ -143,8 +143,8 @@ class TokenizingPlan:
         return manifest
 
     def withdraw(self) -> None:
-        """Remove the plan after a failure, so that the corrected command can use the folder. The plan stays if a shard
-        has documents, or if the folder holds other files, such as those that another process is writing."""
+        """Remove the plan's file after a failure, so that the corrected command can use the folder. The file stays if
+        a shard has documents, or if the folder holds other files, such as those that another process is writing."""
         names = (PLAN, *(task.name + suffix for task in self.tasks for suffix in (*SUFFIXES, ".json")))
         files = {self.folder / name for name in names}
         if set(self.folder.iterdir()) <= files and not any(record.documents for record in self.done()):

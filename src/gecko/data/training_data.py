@@ -145,9 +145,10 @@ def read_sources(
 ) -> dict[str, Corpus | CorpusShare]:
     """Return the sources by name: folders of shards, and texts, which are tokenized into memory.
 
-    Of several processes, each verifies a share of the shards and returns a share of the texts. Arguments are those of
-    ``open_training_data``. Raise FileNotFoundError or ValueError if a source cannot be read, is damaged, was made with
-    another tokenizer, or shares files with ``validation`` or, if both hold out documents, with another source.
+    Several processes divide the work: each verifies some of the shards and tokenizes some of the texts, which the
+    caller joins. Arguments are those of ``open_training_data``. Raise FileNotFoundError or ValueError if a source
+    cannot be read, is damaged, was made with another tokenizer, or shares files with ``validation``, or with another
+    source while documents of both are held out.
     """
     names = [parse_source(item)[0] for item in sources] or [source]
     if validation is not None:
@@ -178,10 +179,10 @@ def open_training_data(
     validation: str | None = None,
     corpora: Mapping[str, Corpus] | None = None,
 ) -> TrainingData:
-    """Open ``source``, or the mixture ``sources`` if it is not empty.
+    """Return the rows of ``source``, or of the mixture ``sources`` if it is not empty, and the held-out documents.
 
     Args:
-        source: a folder of token shards, or a source of ``load_documents``, which is read into memory.
+        source: a folder of token shards, or texts as for ``load_documents``, which are read into memory.
         sources: items ``SOURCE=WEIGHT``.
         validation: source of the held-out documents; all documents of ``source`` or ``sources`` are then trained on.
             None: ``request.validation_fraction`` of the tokens is held out.

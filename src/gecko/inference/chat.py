@@ -77,7 +77,11 @@ class Conversation:
         return torch.tensor(ids[1:] if self._before is not None and begins else ids, device="cpu")
 
     def follow(self, reading: Prefill, pieces: TextStream[TokenStream], text: str) -> None:
-        """Continue after an answer. A stop string is no part of it, but the tokens' state has read it."""
+        """Move the state behind the answer ``text``, whose tokens were drawn after ``reading``.
+
+        The state of the drawn tokens is right unless a stop string ended the answer: then it has read that string too,
+        so the text is read again without it.
+        """
         if pieces.stopped_by is None:
             self.state = pieces.tokens.state
         else:

@@ -177,7 +177,7 @@ class ChoiceText:
 
     @property
     def written(self) -> str:
-        """The text as the model wrote it, with the calls."""
+        """The text as the model wrote it, with its tool calls."""
         text = "".join(self._written)
         return text[: self._reader.end] if self._reader is not None and self._reader.stopped else text
 

@@ -160,7 +160,8 @@ def svg(figure: Any) -> str:
 
 
 def fit(axes: Any, values: Sequence[float], margin: float, least: float = 0.1) -> None:
-    """Fit the vertical axis to the finite values, with a margin as a share of their range, ``least`` if that is 0."""
+    """Fit the vertical axis to the finite values, with ``margin`` times their range above and below,
+    or ``least`` if their range is 0."""
     finite = [value for value in values if math.isfinite(value)]
     if finite:
         space = margin * (max(finite) - min(finite)) or least

@@ -101,7 +101,8 @@ class Transfer:
         self._works, self._buffers = list[dist.Work](), (list[Tensor](), list[Tensor]())
 
     def wait(self) -> list[Tensor]:
-        """Return for each sent tensor those of the ranks ``rank − d``, (distances, …); zeros where there is none."""
+        """Return what earlier ranks sent, for each of this rank's tensors (distances, …): index i is of the rank that
+        is ``distances[i]`` before this one, and zeros if there is no such rank."""
         arriving, self.arriving = self.arriving, ()  # they refer to this transfer through the graph
         return list(self.line.wait(self, *arriving))
 
@@ -162,8 +163,8 @@ class _Wait(torch.autograd.Function):
 def rank_layout(
     whole: Segments, ids: Tensor | None, rank: int, size: int, chunk: int
 ) -> tuple[Segments, Tensor, Tensor]:
-    """Return the layout of a rank's tokens, one of ``size`` equal parts of those of ``whole``, whose segment ids on the
-    CPU are ``ids``, with ``counts`` and ``chunks_reach`` of its ``ContextExchange``."""
+    """Cut the rows ``whole`` into ``size`` equal parts. Return the layout of the part of ``rank``, and ``counts`` and
+    ``chunks_reach`` of this rank's ``ContextExchange``. ``ids`` are the segment ids of ``whole`` on the CPU, if any."""
     length, position = whole.length // size, whole.clock.position
     begin, end = rank * length, (rank + 1) * length
 

@@ -37,8 +37,8 @@ def code_name(code: Mapping[str, str | None]) -> str:
 
 
 def git_commit(file: Path) -> str | None:
-    """Return the commit of the checkout that tracks ``file``; None if git is missing or does not track it, as a copy
-    that is installed inside the checkout of another project."""
+    """Return the commit of the checkout that tracks ``file``; None if git is missing, or does not track it: it may
+    be a copy that is installed inside the checkout of another project."""
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
     return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
