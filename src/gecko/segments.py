@@ -1,7 +1,9 @@
 """Document layout of one call, position of the call in the stream, and the exchange with ranks that share its rows.
+
 ``Segments`` is computed once per call on the host and passed to every layer. Documents are contiguous, so one number
 per token describes them: the position at which its document started. A key belongs to the same document as a later
-query exactly if it does not lie before that position."""
+query exactly if it does not lie before that position.
+"""
 
 from __future__ import annotations
 

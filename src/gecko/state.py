@@ -33,7 +33,9 @@ _LONGEST = 2**53
 @dataclass(frozen=True)
 class GeckoState(TensorRecord):
     """State of a batch of texts. It is a value: calls of the model return a new state and do not change the old one.
-    ``model`` is the fingerprint of the weights that read the text; it is "" if gradients were enabled."""
+
+    ``model`` is the fingerprint of the weights that read the text; it is "" if gradients were enabled.
+    """
 
     config: GeckoConfig
     model: str
@@ -103,9 +105,11 @@ class GeckoState(TensorRecord):
         return states[0].map(lambda _: torch.cat([next(part) for part in parts]))
 
     def save(self, path: str | Path, *, compact: bool = False) -> None:
-        """Write the state to one file atomically; a file at ``path`` is replaced, as by ``torch.save``. ``compact``
-        rounds the attention window, the CEMA state and the memory matrices to bfloat16, which halves the file. Clocks,
-        counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes."""
+        """Write the state to one file atomically; a file at ``path`` is replaced, as by ``torch.save``.
+
+        ``compact`` rounds the attention window, the CEMA state and the memory matrices to bfloat16, which halves the
+        file. Clocks, counts, norm statistics and log sums stay exact. ``load`` restores the original dtypes.
+        """
         tensors = self.tensors()
         rounded = {
             name: x for name, x in tensors.items() if compact and name.split(".")[-1] in _MAY_ROUND and x.itemsize > 2

@@ -35,9 +35,11 @@ class RecordedChat(NamedTuple):
 
 
 def read_chats(source: str) -> Iterator[tuple[str, RecordedChat]]:
-    """Yield the chats of JSON Lines files, each after its place in the file for errors. ``source`` is a file, a folder
-    or a glob; ``.gz`` and ``.zst`` too. Raise FileNotFoundError if it names no file, ValueError if a file is not JSON
-    Lines, or a line is not a chat with an answer; the message names the line."""
+    """Yield the chats of JSON Lines files, each after its place in the file for errors.
+
+    ``source`` is a file, a folder or a glob; ``.gz`` and ``.zst`` too. Raise FileNotFoundError if it names no file,
+    ValueError if a file is not JSON Lines, or a line is not a chat with an answer; the message names the line.
+    """
     for path in find_files(source):
         if format_of(path) != "json lines":
             raise ValueError(f"chats must be JSON Lines (.jsonl), one object a line as {_EXPECTED}; got {path}.")
@@ -141,8 +143,10 @@ class ChatCorpus:
         return ChatCorpus([self.tokens[chat] for chat in kept], [self.trained[chat] for chat in kept])
 
     def split(self, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> tuple[ChatCorpus, ChatCorpus]:
-        """Return training and held-out chats; see ``TokenizedCorpus.split``. Tokens of answers are counted. A chat that
-        is divided ends, in training, where the held-out end of its last answers begins."""
+        """Return training and held-out chats; see ``TokenizedCorpus.split``. Tokens of answers are counted.
+
+        A chat that is divided ends, in training, where the held-out end of its last answers begins.
+        """
         if not len(self):
             return self, self
         order = permutation(len(self), seed, SPLIT_STREAM)

@@ -18,9 +18,11 @@ _MASK = (1 << 64) - 1
 
 
 class Shuffle:
-    """Permutation of ``range(count)`` in constant memory; it depends on its arguments alone. A Feistel network permutes
-    the next even power of two. A result outside ``count`` is mapped again until it is inside, fewer than four times on
-    average."""
+    """Permutation of ``range(count)`` in constant memory; it depends on its arguments alone.
+
+    A Feistel network permutes the next even power of two. A result outside ``count`` is mapped again until it is
+    inside, fewer than four times on average.
+    """
 
     def __init__(self, count: int, seed: int, stream: int) -> None:
         self._count, self._bits_of_half = count, max(1, -(-(count - 1).bit_length() // 2))
@@ -201,9 +203,11 @@ def _tokenized(groups: Iterable[list[str]], tokenizer: Tokenizer) -> TokenizedCo
 
 
 def held_out_part(lengths: NDArray[np.int64], fraction: float, layout: int, least: int) -> tuple[int, int]:
-    """Return how many documents, from the first on, are held out whole, and how many tokens of the next one's end. The
-    next document is divided only if the whole ones are less than half of what is to be held out. See ``held_out_count``
-    for the other arguments."""
+    """Return how many documents, from the first on, are held out whole, and how many tokens of the next one's end.
+
+    The next document is divided only if the whole ones are less than half of what is to be held out. See
+    ``held_out_count`` for the other arguments.
+    """
     total, documents = int(lengths.sum()), len(lengths)
     if fraction in (0, 1):
         return documents if fraction else 0, 0
@@ -233,8 +237,10 @@ def held_out_count(total: int, fraction: float, layout: int, least: int) -> int:
 
 
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
-    """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent. It sorts
-    raw draws, which NumPy keeps the same in all versions. Raise ValueError if ``seed`` is negative."""
+    """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent.
+
+    It sorts raw draws, which NumPy keeps the same in all versions. Raise ValueError if ``seed`` is negative.
+    """
     if seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0; got {seed}.")
     return np.argsort(np.random.PCG64((seed, stream)).random_raw(count), kind="stable")

@@ -51,9 +51,11 @@ _CHATS = "Chats are learned by gecko finetune MODEL CHATS, or in training with d
 
 
 def format_of(path: Path) -> Format:
-    """Return the format of a file by its suffix: a format of records, or text for any other suffix. A suffix of
-    compression may follow the suffix of the content. Raise ValueError if the suffix is that of a format that is not
-    text and cannot be read."""
+    """Return the format of a file by its suffix: a format of records, or text for any other suffix.
+
+    A suffix of compression may follow the suffix of the content. Raise ValueError if the suffix is that of a format
+    that is not text and cannot be read.
+    """
     suffix, compressed = _content_suffix(path)
     reason = "compressed Parquet; unpack it" if compressed and suffix == ".parquet" else _REASONS.get(suffix)
     if reason is not None:

@@ -304,8 +304,10 @@ class SplitShards:
 
 def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int) -> list[tuple[ShardSlice, int]]:
     """Return the held-out documents of every shard, possibly none, and the tokens held out of the next document's end.
+
     For every k, the first k shards of a random order together hold out the fraction of their tokens (up to layout 2: of
-    their documents), rounded."""
+    their documents), rounded.
+    """
     units = "documents" if layout < 3 else "tokens"
     sizes = np.array([getattr(shard.record, units) for shard in folder.shards])
     total = held_out_count(int(sizes.sum()), fraction, layout, 1 if layout < 3 else LEAST)

@@ -34,9 +34,11 @@ _UNKNOWN = "\U0010fffdꙮ\u9f98"  # characters that few vocabularies hold
 def encode_stream(
     tokenizer: Tokenizer, content: Iterable[bytes], where: str, *, block: int = BLOCK
 ) -> Iterator[Tensor]:
-    """Encode a text given in pieces of bytes. Yield 1-D int64 tensors that join to the ids of the whole text. The bytes
-    tokenizer accepts any bytes; the others raise ValueError if the content is not UTF-8, with the name ``where`` of the
-    text and the offset of the byte. ``block`` is the number of characters that are encoded at once."""
+    """Encode a text given in pieces of bytes. Yield 1-D int64 tensors that join to the ids of the whole text.
+
+    The bytes tokenizer accepts any bytes; the others raise ValueError if the content is not UTF-8, with the name
+    ``where`` of the text and the offset of the byte. ``block`` is the number of characters that are encoded at once.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         for piece in content:
             yield torch.from_numpy(np.frombuffer(piece, dtype=np.uint8).astype(np.int64))
@@ -167,8 +169,10 @@ class StreamDecoder:
 
 
 class TokenBytes:
-    """Bytes in UTF-8 that every id of a tokenizer adds to the decoded text; special ids add none. An id that is part of
-    a character counts the bytes of its part."""
+    """Bytes in UTF-8 that every id of a tokenizer adds to the decoded text; special ids add none.
+
+    An id that is part of a character counts the bytes of its part.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = range(tokenizer.vocab_size)
@@ -211,9 +215,11 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
 
 
 def check_loss(tokenizer: Tokenizer, texts: Iterable[str], *, allowed: bool) -> str:
-    """Return the share of characters that a tokenizer loses, in words; an empty text if it loses none. Up to ``SAMPLE``
-    characters are encoded and decoded. The normalisation that the tokenizer declares is no loss. Raise ValueError if it
-    loses more than ``LARGEST_LOSS``, which is not ``allowed``."""
+    """Return the share of characters that a tokenizer loses, in words; an empty text if it loses none.
+
+    Up to ``SAMPLE`` characters are encoded and decoded. The normalisation that the tokenizer declares is no loss. Raise
+    ValueError if it loses more than ``LARGEST_LOSS``, which is not ``allowed``.
+    """
     sample, total, lost = list[str](), 0, Counter[str]()
     for text in texts if not isinstance(tokenizer, ByteTokenizer) else ():
         sample.append(text[: SAMPLE - total])

@@ -152,9 +152,11 @@ class TokenizingPlan:
                 file.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
-        """Delete the temporary files of processes that were killed. All shards are complete, so no file of a shard is
-        being written. Another process may be writing the manifest, so a temporary manifest is deleted only if it is
-        old."""
+        """Delete the temporary files of processes that were killed.
+
+        All shards are complete, so no file of a shard is being written. Another process may be writing the manifest, so
+        a temporary manifest is deleted only if it is old.
+        """
         for leftover in self.folder.glob(".*.????????"):
             name = leftover.name[1:].rpartition(".")[0]
             with suppress(FileNotFoundError):
@@ -188,9 +190,11 @@ def read_record(plan: TokenizingPlan, task: Task) -> ShardRecord | None:
 
 
 def run_task(folder: Path, number: int) -> ShardRecord:
-    """Write the shard of one task of the plan in ``folder``, unless it is complete. Raise ValueError if the corpus
-    cannot be read, or the corpus or the tokenizer has changed, OSError if writing failed: the shard has no record then,
-    so a later call writes it again."""
+    """Write the shard of one task of the plan in ``folder``, unless it is complete.
+
+    Raise ValueError if the corpus cannot be read, or the corpus or the tokenizer has changed, OSError if writing
+    failed: the shard has no record then, so a later call writes it again.
+    """
     plan = TokenizingPlan.load(folder)
     task = plan.tasks[number]
     if (record := read_record(plan, task)) is not None:
@@ -261,9 +265,11 @@ def _encoded(texts: Iterator[list[str]], tokenizer: Tokenizer, encoders: Executo
 
 
 def run_here(plan: TokenizingPlan, tokenizer: Tokenizer, workers: int) -> Iterator[ShardRecord]:
-    """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete. At most
-    ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time. Errors
-    are those of ``run_task``, after all started shards have ended."""
+    """Write the missing shards with the plan's tokenizer, and yield the record of each when it is complete.
+
+    At most ``workers`` shards are encoded at a time. With threads, the same number of others is written at that time.
+    Errors are those of ``run_task``, after all started shards have ended.
+    """
     waiting = [number for number, task in enumerate(plan.tasks) if read_record(plan, task) is None]
     # The largest shards first, so that no large shard is still running at the end.
     waiting.sort(key=lambda number: -sum(part.size for part in plan.tasks[number].parts))

@@ -100,8 +100,10 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library. The ``tokenizer_config.json`` beside it
-    may name the document borders."""
+    """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library.
+
+    The ``tokenizer_config.json`` beside it may name the document borders.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         library = require("tokenizers", "tokenizers")
@@ -281,8 +283,10 @@ def _file_in(folder: Path) -> Path:
 
 
 def _fetch(hub: Any, name: str, file: str) -> Path:
-    """Return a file of the hub, from its cache if it is there. Without a network the hub's library would try six times,
-    for half a minute."""
+    """Return a file of the hub, from its cache if it is there.
+
+    Without a network the hub's library would try six times, for half a minute.
+    """
     missing = require("huggingface_hub.errors", "tokenizers").LocalEntryNotFoundError
     try:
         return Path(hub.hf_hub_download(name, file, local_files_only=True))
@@ -325,8 +329,10 @@ def holds_tokenizer(folder: Path) -> bool:
 
 def copy_tokenizer(spec: str, folder: Path) -> None:
     """Copy the files of the tokenizer ``spec`` to ``folder``, each atomically, and delete those of another tokenizer.
+
     The bytes tokenizer has no files. A tokenizer of the hub is not copied: its name is valid everywhere. Raise OSError
-    if a file cannot be read or written."""
+    if a file cannot be read or written.
+    """
     path, files = Path(spec).expanduser(), dict[str, Path]()
     if path.is_dir() and holds_tokenizer(path):
         path = _file_in(path)

@@ -25,8 +25,10 @@ VALIDATION_SEED = 0
 
 class MixedRows:
     """Rows of several sources: each block of ``BLOCK`` rows has ``counts[source]`` rows of a source, in random order.
+
     The rows of a source keep their order, so the source of row i and its index there are functions of the seed and i. A
-    source that ends starts again. Raise ValueError if a weight is not above 0, or too small for one row per block."""
+    source that ends starts again. Raise ValueError if a weight is not above 0, or too small for one row per block.
+    """
 
     def __init__(self, sources: Sequence[Rows], weights: Sequence[float], seed: int) -> None:
         self.counts = counts = apportioned(

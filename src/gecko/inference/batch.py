@@ -70,10 +70,12 @@ class DecodingSequence:
 
 
 class DecodingBatch:
-    """Up to ``capacity`` sequences, each at its own position; they join and leave between two steps. A step is
-    ``decode`` and then ``draw``. Sequences that were added in between take part in the draw with the logits of their
-    prefill. The tokens of a sequence depend on its own prefill and seed only. Call the methods within
-    ``inference(model)``. ``window_dtype`` as for ``Decoder``."""
+    """Up to ``capacity`` sequences, each at its own position; they join and leave between two steps.
+
+    A step is ``decode`` and then ``draw``. Sequences that were added in between take part in the draw with the logits
+    of their prefill. The tokens of a sequence depend on its own prefill and seed only. Call the methods within
+    ``inference(model)``. ``window_dtype`` as for ``Decoder``.
+    """
 
     def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
         self.sequences: list[DecodingSequence] = []

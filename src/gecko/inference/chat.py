@@ -90,8 +90,10 @@ class Conversation:
 
 
 class Answer:
-    """Iterator over the text of an answer, piece by piece; iterate once. The conversation goes on after the text so far
-    when the iteration ends, or when ``stop`` is called."""
+    """Iterator over the text of an answer, piece by piece; iterate once.
+
+    The conversation goes on after the text so far when the iteration ends, or when ``stop`` is called.
+    """
 
     def __init__(self, conversation: Conversation, reading: Prefill, pieces: TextStream[TokenStream]) -> None:
         self._conversation, self._reading, self._pieces = conversation, reading, pieces

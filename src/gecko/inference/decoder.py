@@ -1,5 +1,7 @@
-"""State slots of sequences that decode side by side, and one step of all of them: in C, in Triton, or in PyTorch. The
-decoder in C also reads short pieces of prompts, where that is faster than a call of the model."""
+"""State slots of sequences that decode side by side, and one step of all of them: in C, in Triton, or in PyTorch.
+
+The decoder in C also reads short pieces of prompts, where that is faster than a call of the model.
+"""
 
 from __future__ import annotations
 
@@ -132,9 +134,11 @@ class Decoder:
         return hidden
 
     def draw(self, logits: Tensor, temperatures: Sequence[float], seeds: Sequence[int]) -> list[int]:
-        """Return one token per row of ``logits``, by slot, or −1 if a logit is not finite; only in Triton. The logits
-        of ``step`` cost one read of the host. A temperature of 0 takes the first of the most likely tokens. The random
-        numbers of a sequence are a function of its seed and position."""
+        """Return one token per row of ``logits``, by slot, or −1 if a logit is not finite; only in Triton.
+
+        The logits of ``step`` cost one read of the host. A temperature of 0 takes the first of the most likely tokens.
+        The random numbers of a sequence are a function of its seed and position.
+        """
         assert self._network is not None and self.backend == "triton", "only a GPU draws by itself"
         return self._network.draw(logits, temperatures, seeds)
 

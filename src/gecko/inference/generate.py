@@ -258,8 +258,10 @@ def stream(
     logit_bias: Mapping[int, float] | None = None, seed: int | Sequence[int] | None = None,
     stop_tokens: Collection[int] = (), state: GeckoState | None = None,
 ) -> TokenStream:  # fmt: skip
-    """Return an iterator of ``(row, token)`` that generates tokens on demand. This call prefills the prompts. Arguments
-    and errors as for ``generate``."""
+    """Return an iterator of ``(row, token)`` that generates tokens on demand.
+
+    This call prefills the prompts. Arguments and errors as for ``generate``.
+    """
     sampling = Sampling(
         temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, presence_penalty, frequency_penalty
     )

@@ -340,8 +340,9 @@ class Names(NamedTuple):
     escaped: bool = False
 
     def read(self, part: bytes) -> Names | None:
-        """Return the names after the next part of the text; None if it repeats a name, or spells one with ``\\u``: by
-        another spelling, the name of a property passes as that of an additional one."""
+        """Return the names after the next part of the text; None if it repeats a name, or spells one with ``\\u``:
+        by another spelling, the name of a property passes as that of an additional one.
+        """
         opened, string, is_name, escaped = self
         for symbol in (part[at : at + 1] for at in range(len(part))):
             if is_name and escaped and symbol == b"u":

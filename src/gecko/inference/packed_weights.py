@@ -61,9 +61,11 @@ class Network(Protocol):
 
 
 def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | None:
-    """Return the backend whose kernels decode with these weights and states; None if ``Gecko.step`` must. Weights must
-    be float32 or bfloat16, or quantised: to 8 or 4 bits on the CPU, and to 8 bits on a GPU. Models with adapters,
-    hooks, modules of other classes or sharded weights decode in PyTorch."""
+    """Return the backend whose kernels decode with these weights and states; None if ``Gecko.step`` must.
+
+    Weights must be float32 or bfloat16, or quantised: to 8 or 4 bits on the CPU, and to 8 bits on a GPU. Models with
+    adapters, hooks, modules of other classes or sharded weights decode in PyTorch.
+    """
     modules = list(model.modules())
     floats = [(name, x.dtype) for name, x in state.tensors().items() if x.is_floating_point()]
     config = model.config
@@ -104,8 +106,11 @@ def _triton_decodes(model: Gecko) -> bool:
 
 
 class PackedWeights:
-    """Weights of one model as the decoders in C and Triton read them. Weights that have the right form are not copied.
-    The others are: quantised ones in 4 bits, rows that do not fill whole registers, and vectors in 16 bits."""
+    """Weights of one model as the decoders in C and Triton read them.
+
+    Weights that have the right form are not copied. The others are: quantised ones in 4 bits, rows that do not fill
+    whole registers, and vectors in 16 bits.
+    """
 
     def __init__(self, model: Gecko, backend: Literal["triton", "cpu"]) -> None:
         self._config, self._backend = model.config, backend
@@ -118,8 +123,10 @@ class PackedWeights:
         self._turns = _turns(blocks[0].mixer.pattern, model.config)
 
     def with_states(self, state: GeckoState, rows: int | None = None) -> Network:
-        """Return the network that changes the rows of ``state`` in place, at most ``rows`` of them in one call. Each
-        tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all."""
+        """Return the network that changes the rows of ``state`` in place, at most ``rows`` of them in one call.
+
+        Each tensor is contiguous, or all are views of pages: the bytes from row to row are the same in all.
+        """
         layers = [_with_state(*both) for both in zip(self._layers, state.mixers, strict=True)]
         ring = state.mixers[0].attention
         page_bytes = 0 if ring.keys.is_contiguous() else ring.keys.stride(0) * ring.keys.itemsize

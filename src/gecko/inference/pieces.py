@@ -37,9 +37,11 @@ def piece_length(config: GeckoConfig) -> int:
 
 
 class PiecePace:
-    """Number of prompt tokens to read between two tokens of other sequences, by the speed of the pieces before. It is a
-    whole number of attention windows: ``piece_length``, halved until reading is expected to take at most ``seconds``,
-    but not below ``LEAST_PIECE``, because calls with few tokens are slow."""
+    """Number of prompt tokens to read between two tokens of other sequences, by the speed of the pieces before.
+
+    It is a whole number of attention windows: ``piece_length``, halved until reading is expected to take at most
+    ``seconds``, but not below ``LEAST_PIECE``, because calls with few tokens are slow.
+    """
 
     def __init__(self, config: GeckoConfig, seconds: float) -> None:
         window, self._sizes, self._seconds = 2 * config.chunk_size, [piece_length(config)], seconds

@@ -243,9 +243,11 @@ class PromptPrefill:
 
 
 def together(prompts: Sequence[PromptPrefill], piece: int, budget: int) -> list[tuple[PromptPrefill, int]]:
-    """Return the prompts to read in one call, each with the ``piece`` of its tokens. They are the first one, with its
-    ``piece``, and others, in their order, whose rest fits beside it. All together, with the padding up to the longest,
-    have at most ``budget`` tokens."""
+    """Return the prompts to read in one call, each with the ``piece`` of its tokens.
+
+    They are the first one, with its ``piece``, and others, in their order, whose rest fits beside it. All together,
+    with the padding up to the longest, have at most ``budget`` tokens.
+    """
     first, *others = prompts
     found, longest = [(first, piece)], len(first.tokens(piece))
     tokens = longest
@@ -265,9 +267,11 @@ def together(prompts: Sequence[PromptPrefill], piece: int, budget: int) -> list[
 
 
 def read_together(model: Gecko, prompts: Sequence[tuple[PromptPrefill, int]]) -> list[Prefill | Exception | None]:
-    """Read the next piece of each prompt in one call of the model. The result of a prompt is None unless it ends; it is
-    an exception if the prompt cannot be read. If the call fails, each prompt is read by itself: the others do not fail
-    with it."""
+    """Read the next piece of each prompt in one call of the model.
+
+    The result of a prompt is None unless it ends; it is an exception if the prompt cannot be read. If the call fails,
+    each prompt is read by itself: the others do not fail with it.
+    """
     try:
         parts = [one.tokens(piece) for one, piece in prompts]
         read_rows = _read_rows(model, parts, [one.state for one, _ in prompts])

@@ -35,9 +35,12 @@ def check_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of one sequence. They are applied in this order: logit bias, repetition penalty, presence and
-    frequency penalties, temperature, top-k, top-p of the tokens that top-k keeps, min-p of the tokens that top-p keeps.
-    Raise ValueError if a number is out of range."""
+    """Sampling parameters of one sequence.
+
+    They are applied in this order: logit bias, repetition penalty, presence and frequency penalties, temperature,
+    top-k, top-p of the tokens that top-k keeps, min-p of the tokens that top-p keeps. Raise ValueError if a number is
+    out of range.
+    """
 
     temperature: float = 1.0
     """Divides the logits; 0 always selects the most likely token."""

@@ -109,10 +109,14 @@ class Gecko(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: Context | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar. The logits of all tokens are never in
-        memory at once. No state is kept: hooks of blocks and mixers see None. Targets (B, T) of −100 and targets of the
-        last token of a document are ignored. So a document is never trained on the start of the next one. With
-        ``context``, the mean is over all ranks, and its gradient is the sum of the gradients of all ranks."""
+        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar.
+
+        The logits of all tokens are never in memory at once. No state is kept: hooks of blocks and mixers see None.
+
+        Targets (B, T) of −100 and targets of the last token of a document are ignored. So a document is never trained
+        on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the
+        gradients of all ranks.
+        """
         return self._loss_and_state(tokens, targets, segment_ids, None, context, keeps_state=False)[0]
 
     def loss_and_state(
@@ -153,16 +157,20 @@ class Gecko(nn.Module):
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,
         context: Context | None = None, *, lengths: Tensor | None = None,
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        """Return the input of the head, (B, T, D), and the state. Arguments are those of ``forward``; ``tokens`` may
-        also be embeddings (B, T, D), which the model reads in place of those that ``embedding`` returns for token ids.
-        With ``lengths`` (B,), without gradients, the tokens of a row after that number are padding: what is returned
-        for them is unspecified, and the state is that before them."""
+        """Return the input of the head, (B, T, D), and the state.
+
+        Arguments are those of ``forward``; ``tokens`` may also be embeddings (B, T, D), which the model reads in place
+        of those that ``embedding`` returns for token ids. With ``lengths`` (B,), without gradients, the tokens of a row
+        after that number are padding: what is returned for them is unspecified, and the state is that before them.
+        """
         return self._read(tokens, segment_ids, state, context, lengths)[:2]
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: GeckoState) -> tuple[Tensor, GeckoState]:
         """Decode one token per row: map tokens (B,) to the logits (B, V) of the next tokens, and return the state.
-        ``gecko.inference`` decodes many times faster: it changes states in place. Errors are those of ``forward``."""
+
+        ``gecko.inference`` decodes many times faster: it changes states in place. Errors are those of ``forward``.
+        """
         logits, after = self(tokens.unsqueeze(1), state=state)
         return logits[:, 0], after
 
@@ -297,7 +305,9 @@ def trained_targets(
     tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, next_begins: Tensor | None = None
 ) -> Tensor:
     """Return ``targets`` (B, T) with −100 at the last token of every document, which is thus never trained on the next.
-    ``next_begins`` (B,) bool says whether a document starts after the last token; None: none does."""
+
+    ``next_begins`` (B,) bool says whether a document starts after the last token; None: none does.
+    """
     if targets.shape != tokens.shape:
         raise ValueError(f"targets must have the tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}.")
     targets = targets.long()

@@ -171,8 +171,10 @@ class Llama(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None, context: object | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar. Ignored targets are as in ``Gecko.loss``. A
-        ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows."""
+        """Return the mean cross-entropy in nats, with ``z_loss``, a scalar. Ignored targets are as in ``Gecko.loss``.
+
+        A ``context`` raises ValueError: attention needs all keys of a row, so ranks cannot share rows.
+        """
         return self._mean_loss(*self._with_targets(tokens, targets, segment_ids, context))
 
     def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
@@ -286,9 +288,11 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *,
     documents: _Documents | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return causal attention within each document, (B, T, H, d), and no weights; transformers calls this function. The
-    queries (B, H, T, d) belong to the last T of the keys and values (B, key_value_heads, S, d). Without ``documents``
-    each row is one document, which may have earlier keys."""
+    """Return causal attention within each document, (B, T, H, d), and no weights; transformers calls this function.
+
+    The queries (B, H, T, d) belong to the last T of the keys and values (B, key_value_heads, S, d). Without
+    ``documents`` each row is one document, which may have earlier keys.
+    """
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = partial(F.scaled_dot_product_attention, enable_gqa=query.shape[1] != key.shape[1])
     if documents is not None and documents.lengths is not None:

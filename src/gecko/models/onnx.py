@@ -26,8 +26,10 @@ GRAPH, START = "step.onnx", "initial_state.safetensors"
 
 
 def initial_state(model: Gecko) -> dict[str, Tensor]:
-    """Return the tensors (1, …) of the state before the first token, by the names of the graph's inputs. They are
-    float32, also those of a window in bfloat16, which many runtimes cannot compute."""
+    """Return the tensors (1, …) of the state before the first token, by the names of the graph's inputs.
+
+    They are float32, also those of a window in bfloat16, which many runtimes cannot compute.
+    """
     state = GeckoState.empty(replace(model.config, bfloat16_window=False))
     return {name: x.clone() for name, x in state.tensors().items() if not name.startswith(CLOCK)}
 
@@ -60,7 +62,9 @@ def export_onnx(model: Gecko, path: str | Path) -> None:
 
 def save_onnx(model: Gecko, folder: str | Path) -> None:
     """Write the graph of ``export_onnx`` and the tensors of ``initial_state`` to a folder, for programs without Python.
-    The weights are widened to float32 in place, which changes no value. Errors are those of ``export_onnx``."""
+
+    The weights are widened to float32 in place, which changes no value. Errors are those of ``export_onnx``.
+    """
     if not any(map(is_quantized, model.parameters())):
         model.float()
     export_onnx(model, Path(folder) / GRAPH)

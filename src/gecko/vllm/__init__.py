@@ -1,6 +1,8 @@
 """Plug-in for vLLM, which finds it by the entry point ``vllm.general_plugins``: it runs model folders of ``gecko.hf``.
+
 The state of a block is a page of vLLM's cache: vLLM's scheduler gives every sequence a page per block, copies pages of
-shared prefixes, and takes them back when it preempts a sequence."""
+shared prefixes, and takes them back when it preempts a sequence.
+"""
 
 from __future__ import annotations
 

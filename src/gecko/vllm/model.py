@@ -32,10 +32,12 @@ from gecko.vllm.pages import StatePages, StepMetadata
 
 
 class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """Gecko with its head. Sequences that read one token are read together, the others one by one. One token of all
-    sequences is one call into C, or a graph of the Triton decoder, which change the pages in place. A piece of a prompt
-    copies its state from the page and back; so do sequences of models that these cannot decode, such as those that
-    tensor parallelism divides. For a step of the decoder the host does not wait for the GPU."""
+    """Gecko with its head. Sequences that read one token are read together, the others one by one.
+
+    One token of all sequences is one call into C, or a graph of the Triton decoder, which change the pages in place. A
+    piece of a prompt copies its state from the page and back; so do sequences of models that these cannot decode, such
+    as those that tensor parallelism divides. For a step of the decoder the host does not wait for the GPU.
+    """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -198,8 +200,11 @@ class GeckoForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaP
 
 
 def _keep_seeds_of_cut_prompts() -> None:
-    """Draw for unfinished prompts without the generators of their requests. vLLM draws a token after each piece of a
-    prompt, drops it, and takes the generator back. Those of a CPU cannot go back, which ended the engine."""
+    """Draw for unfinished prompts without the generators of their requests.
+
+    vLLM draws a token after each piece of a prompt, drops it, and takes the generator back. Those of a CPU cannot go
+    back, which ended the engine.
+    """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
     if "_sample" in vars(Runner):

@@ -1,5 +1,6 @@
-"""What vLLM knows of a Gecko before it has the model: its settings, and the pages of its states. A state takes one page
-of vLLM's cache per block and sequence; the metadata of a step names the pages that it uses."""
+"""What vLLM knows of a Gecko before it has the model: its settings, and the pages of its states.
+
+A state takes one page of vLLM's cache per block and sequence; the metadata of a step names the pages that it uses."""
 
 from __future__ import annotations
 
@@ -148,10 +149,12 @@ class BlockPages(MambaBase):
 
 
 class StatePages:
-    """The states of all sequences in the memory that vLLM gives. The pages of all blocks have one size, so that vLLM
-    gives a sequence the same page number in every block. Each has room for the state of the final norm, which only the
-    last one uses. ``blank`` is the initial state of one sequence, which may be on the device ``meta``. The pages are
-    added to ``layers``, vLLM's table, under names with ``prefix``."""
+    """The states of all sequences in the memory that vLLM gives.
+
+    The pages of all blocks have one size, so that vLLM gives a sequence the same page number in every block. Each has
+    room for the state of the final norm, which only the last one uses. ``blank`` is the initial state of one sequence,
+    which may be on the device ``meta``. The pages are added to ``layers``, vLLM's table, under names with ``prefix``.
+    """
 
     def __init__(self, blank: GeckoState, prefix: str, layers: dict[str, Any]) -> None:
         self._blank, size = blank, 0
@@ -188,7 +191,9 @@ class StatePages:
 
     def gather(self, pages: Tensor, read: Sequence[int]) -> GeckoState:
         """Return copies of the states in ``pages`` of sequences that have read ``read`` tokens, of one document each.
-        The pages are not read by the host."""
+
+        The pages are not read by the host.
+        """
         state, start = self.state(), Clock.start(len(read))
         return replace(
             state, clock=replace(start, position=torch.tensor(read, device="cpu")),
