@@ -30,15 +30,15 @@ REGISTERS = {
     "chunk_attention.triton_layout": 96, "chunk_attention.triton_narrow": 255, "chunk_attention.triton_wide": 255,
     "decoding.triton_mixer": 168, "decoding.triton_products": 255, "decoding.triton_rows": 64,
     "feed_forward.triton": 128, "gates.triton": 128, "loss.triton": 128, "norms.triton": 128,
-    "qk_scale_shift.triton": 128, "timestep_norm.triton": 224, "working_memory.triton_chain": 168,
-    "working_memory.triton": 168,
+    "qk_scale_shift.triton": 128, "timestep_norm.triton": 224, "timestep_norm.triton_backward": 255,
+    "working_memory.triton": 168, "working_memory.triton_chain": 168,
 }  # fmt: skip
 """Largest number of registers per thread (at most 255), by the module of the kernel."""
 
 MORE = {
     "filter_kernel": (232, 255), "gradients_kernel": (232, 255), "_row_dot_kernel": (255, 255),
     "enter_kernel": (255, 255), "average_kernel": (96, 96), "_chain_kernel": (255, 255),
-    "_chain_backward_kernel": (255, 255), "gradients": (255, 255),
+    "_chain_backward_kernel": (255, 255),
 }  # fmt: skip
 """Kernels with their own limits, for activations of 16 and of 32 bits. CEMA's kernels over tokens run one block per
 multiprocessor. ``enter_kernel`` works at the ends of chunks only."""
