@@ -316,7 +316,7 @@ def _held_out_runs(folder: ShardFolder, fraction: float, seed: int, layout: int)
     # Integers, so that rounding never takes more from a shard than it has.
     counts = np.zeros(len(sizes), np.int64)
     counts[order] = np.diff((upto.astype(object) * total + sizes.sum() // 2) // sizes.sum(), prepend=0)
-    if layout > 2 and 0 < counts.max() < LEAST:  # shards so small that none could hold out a token of text
+    if layout > 2 and 0 < counts.max() < LEAST:  # each share rounds to less than one token of text
         counts[sizes.argmax()] = LEAST
     places = np.random.PCG64((seed, HELD_OUT_PLACE)).random_raw(len(sizes)) % (sizes - counts + 1).astype(np.uint64)
     runs = []

@@ -61,7 +61,7 @@ class Row(NamedTuple):
     n: int
     unit: str
     file: Any
-    """What the number is from: a ``RunFolder`` or an ``EvaluationFile``."""
+    """The input that holds the number, a ``RunFolder`` or an ``EvaluationFile``."""
 
     @property
     def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:

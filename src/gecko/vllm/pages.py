@@ -1,4 +1,4 @@
-"""What vLLM knows of a Gecko before it has the model: its settings, and the pages of its states.
+"""The settings of a Gecko and the pages of its states, which vLLM needs before it loads the model.
 
 A state takes one page of vLLM's cache per block and sequence; the metadata of a step names the pages that it uses."""
 

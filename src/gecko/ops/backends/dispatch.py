@@ -257,7 +257,7 @@ def custom_op(
         gradient: takes the gradients of the outputs, then what ``saves`` chose of inputs and output, and returns those
             of the inputs ``of``. Inputs that are None have none.
         results: number of outputs with gradients; those after them are for the backward pass only. None: all.
-        zeros: whether the gradient of an output that nobody used is zeros, else None.
+        zeros: whether ``gradient`` gets zeros for an output that was not used; it gets None otherwise.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
