@@ -165,7 +165,7 @@ def _check(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> N
 
 
 ASKED, BETWEEN = " Q: {} A:", "\n\n"
-"""The question that follows a document, and the text between two examples. An answer ends at the first line break."""
+"""The question after a document, and the text between two examples. An answer ends at the first line break."""
 
 
 class ScrollsTask(NamedTuple):
