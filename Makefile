@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 
 # After the tests, two of these run side by side, the longest first: installations wait for the network, and some use one
 # processor.
-STAGES := test-vllm test-compiled test-kernels test-simulated test-docs test-first-hour test-hf-oldest test-hf-newest test-upstream docs
+STAGES := test-vllm test-compiled test-simulated test-docs test-first-hour test-hf-oldest test-hf-newest test-upstream docs
 
 .PHONY: demo test ci test-style test-package test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-first-hour test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
@@ -46,7 +46,7 @@ release-check: .venv/test docs  ## Rehearse a release: builds, metadata, changel
 test-docs: .venv/test  ## Run the commands and snippets of README, docs/ and examples/ with one small model; compare what they print
 	$(BIN)/python tests/documents/check.py
 
-test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter
+test-kernels: .venv/test  ## Run the Triton kernels under Triton's interpreter, where the simulator cannot be installed
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist loadgroup tests/kernels/interpreted
 
 test-compiled: .venv/test  ## Compile the Triton kernels for three kinds of GPU, and check their registers, spills and barriers
@@ -57,6 +57,7 @@ test-kernels-oldest: build/triton-3.6/ready  ## Compile the Triton kernels with 
 
 test-simulated: .venv/simulated  ## Run the Triton kernels under ttsem, as compiled for sm_90, and check each launch for races
 	PYTHONPATH=tests $(BIN)/pytest -p kernels.simulated -n auto --dist loadgroup tests/kernels/interpreted
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels/interpreted/test_context.py  # has several processes, and the simulator one
 
 test-sanitized: .venv/test  ## Run the tests of operators and decoding with the C kernels under GCC's address and undefined-behaviour sanitizers
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.plant import FAILED, PASSED, ROOT, SIMULATED, copy_repository, run_tests
+from faults.plant import FAILED, PASSED, ROOT, copy_repository, run_tests
 
 OPERATORS = Path("src/gecko/ops")
 TESTS = {
@@ -57,7 +57,7 @@ class Guard:
         if self.new == NO_BARRIER:
             return BARRIERS
         name = TESTS[Path(self.file).relative_to(OPERATORS).parts[0]]
-        return (SIMULATED, f"tests/kernels/interpreted/{name}.py", *SELECTED)
+        return (f"tests/kernels/interpreted/{name}.py", *SELECTED)
 
 
 def kernel_files() -> list[str]:

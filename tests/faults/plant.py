@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
 MINUTES = 10
 """Time limit in minutes for the tests of one fault."""
-SIMULATED = "--plugin=kernels.simulated"
-"""Argument of tests that run kernels under the simulator, which notices accesses outside of a tensor. The environment
+SIMULATED = ("-p", "kernels.simulated")
+"""Arguments of tests that run kernels: under the simulator, which notices accesses outside of a tensor. The environment
 must have it (``make .venv/simulated``)."""
 PASSED, FAILED = 0, 1
 """Exit codes of pytest. Any other code, such as that of an error during collection, is not a failed test."""
@@ -48,7 +48,7 @@ class Fault:
         path = ROOT / self.file
         if (found := path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0) != 1:
             return f"its code occurs {found} times in {self.file}"
-        for test in set(self.tests) - {SIMULATED}:
+        for test in self.tests:
             file, *names = test.split("::")
             content = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
             if not content or not all(f"def {name}(" in content for name in names):
@@ -67,9 +67,7 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run pytest on the copy at ``folder``; return its exit code, or ``FAILED`` if it crashes or takes too long, and
     what it printed."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests", "XDG_CACHE_HOME": f"{folder}/cache"}
-    if any("kernels/interpreted" in test for test in tests) and SIMULATED not in tests:
-        environment["TRITON_INTERPRET"] = "1"
-    given = [argument for test in tests for argument in (("-p", "kernels.simulated") if test == SIMULATED else (test,))]
+    given = (*SIMULATED, *tests) if any("kernels/interpreted" in test for test in tests) else tests
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *given]
     try:
         done = subprocess.run(
