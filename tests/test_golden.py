@@ -18,7 +18,7 @@ from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.norms import group_layer_norm, group_rms_norm
 from gecko.ops.rotary import rotary_frequencies, rotary_phases, rotate
-from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
+from gecko.ops.timestep_norm import Statistics, TimestepNormState, timestep_norm
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
 from gecko.segments import Clock, Segments
 
@@ -252,9 +252,10 @@ def test_timestep_decay_norm(case):
             parts = (t[f"input/prev_{name}"][row : row + 1] for name in ("count", "mean", "var"))
             state = TimestepNormState(*parts)
         starts = t["input/bos_mask"][row : row + 1, kept] if "input/bos_mask" in t else None
+        statistics = Statistics(case["num_groups"], (case["beta1"], case["beta2"]), case["eps"])
         y, after = timestep_norm(
-            x[row : row + 1, kept], t["state/weight"], t["state/bias"], case["num_groups"],
-            (case["beta1"], case["beta2"]), case["eps"], state, segments=document_segments(starts, 1, len(kept)),
+            x[row : row + 1, kept], t["state/weight"], t["state/bias"], statistics, state,
+            segments=document_segments(starts, 1, len(kept)),
         )  # fmt: skip
         ys.append(torch.zeros_like(x[row]).index_copy(0, kept, y[0]))
         states.append(after)

@@ -22,7 +22,7 @@ from gecko.ops.gates import gated
 from gecko.ops.loss import linear_cross_entropy
 from gecko.ops.norms import group_rms_norm
 from gecko.ops.qk_scale_shift import qk_scale_shift
-from gecko.ops.timestep_norm import timestep_norm
+from gecko.ops.timestep_norm import Statistics, timestep_norm
 from gecko.ops.working_memory import working_memory
 from gecko.segments import Segments
 
@@ -111,9 +111,9 @@ def operators(shape: Shape, bench: Bench) -> Iterator[Operator]:
         [bench.random(*wide), *_coefficients(config, bench)], math.prod(wide),
         2 * math.prod(wide) * (SCAN_CHUNK + 4 * config.cema_modes),
     )  # fmt: skip
-    groups, betas = config.timestep_groups, config.timestep_betas
+    statistics = Statistics(config.timestep_groups, config.timestep_betas, eps)
     yield made(
-        TIMESTEP, lambda x, w, b: timestep_norm(x, w, b, groups, betas, eps, segments=segments)[0],
+        TIMESTEP, lambda x, w, b: timestep_norm(x, w, b, statistics, segments=segments)[0],
         [bench.random(*wide), weight, bias], math.prod(wide),
     )  # fmt: skip
     yield made(

@@ -161,6 +161,6 @@ def test_a_diverged_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_vocabulary_that_the_tokenizer_does_not_use_is_named(tmp_path: Path) -> None:
     run = run_on_text(tmp_path, model=dataclasses.replace(CONFIG, vocab_size=600))
-    load_data(run, Ranks(), Console(file=(output := io.StringIO()), width=300))
+    load_data(run, Ranks(console=Console(file=(output := io.StringIO()), width=300)))
     assert "the model has 600 ids, of which the tokenizer 'bytes' uses 257" in output.getvalue()
     assert "model.vocab_size=264" in output.getvalue()

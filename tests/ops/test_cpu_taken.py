@@ -23,7 +23,7 @@ from gecko.ops.gates import silu_by_head
 from gecko.ops.loss import linear_cross_entropy
 from gecko.ops.norms import group_rms_norm
 from gecko.ops.projections import projections
-from gecko.ops.timestep_norm import timestep_norm
+from gecko.ops.timestep_norm import Statistics, timestep_norm
 from gecko.ops.working_memory import WorkingMemoryState, working_memory
 from gecko.segments import Segments
 
@@ -58,7 +58,7 @@ def test_functions_of_torch_func_and_forward_differentiation_see_operations() ->
 def test_a_whole_number_is_as_good_as_another(eps: int) -> None:
     x = normal(2, 70, 32)
     torch.testing.assert_close(group_rms_norm(x, None, 2, eps), group_rms_norm(x, None, 2, float(eps)))
-    norms = (timestep_norm(x, None, None, 4, (0.9, 0.99), number)[0] for number in (eps, float(eps)))
+    norms = (timestep_norm(x, None, None, Statistics(4, (0.9, 0.99), number))[0] for number in (eps, float(eps)))
     torch.testing.assert_close(*norms)
 
 
@@ -94,7 +94,7 @@ def _memory(segments: Segments | None = None, **changed: object) -> None:
 
 
 def _norm(segments: Segments) -> None:
-    timestep_norm(normal(2, 20, 8), None, None, 2, None, 1e-5, segments=segments)
+    timestep_norm(normal(2, 20, 8), None, None, Statistics(2, None, 1e-5), segments=segments)
 
 
 def _average(segments: Segments) -> None:

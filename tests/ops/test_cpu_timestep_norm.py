@@ -11,7 +11,7 @@ from support.native_agreement import needs_compiler, on_two_threads, turned
 from torch import Tensor
 
 from gecko.ops import timestep_norm as native
-from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
+from gecko.ops.timestep_norm import Statistics, TimestepNormState, timestep_norm
 from gecko.segments import Clock, Segments
 
 pytestmark = needs_compiler
@@ -69,8 +69,9 @@ def _read(size: Size, dtype: torch.dtype, laid: bool = False) -> dict[str, Tenso
     leaves = {name: t.to(dtype).requires_grad_() for name, t in floats.items()}
     state = TimestepNormState(count, leaves["mean"], leaves["variance"])
     y, after = timestep_norm(
-        leaves["x"], leaves.get("weight"), leaves.get("bias"), size.groups, size.betas, 1e-3, state, segments=segments
-    )
+        leaves["x"], leaves.get("weight"), leaves.get("bias"), Statistics(size.groups, size.betas, 1e-3), state,
+        segments=segments,
+    )  # fmt: skip
     outputs = {"y": y, "mean after": after.mean, "variance after": after.variance}
     generator = torch.Generator().manual_seed(6)
     weights = [torch.randn(t.shape, generator=generator).to(dtype) for t in outputs.values()]
@@ -108,7 +109,7 @@ def test_float32_is_read_by_the_kernels(betas, monkeypatch):
 def test_the_state_before_is_left_alone():
     state = TimestepNormState(torch.tensor([3]), torch.ones(1, 2), torch.ones(1, 2))
     kept = state.map(torch.clone)
-    _, after = timestep_norm(torch.randn(1, 5, 8), None, None, 2, SLOW, 1e-3, state)
+    _, after = timestep_norm(torch.randn(1, 5, 8), None, None, Statistics(2, SLOW, 1e-3), state)
     for name, t in state.tensors().items():
         assert torch.equal(t, kept.tensors()[name])
         assert t.data_ptr() != after.tensors()[name].data_ptr()

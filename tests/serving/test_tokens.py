@@ -14,7 +14,7 @@ from serving.sites import JSON, OK, Site, alone, check_error, distributions, doc
 
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
-from gecko.inference.request import Token
+from gecko.inference.request import Request, Token
 from gecko.inference.text import ChoiceText, Piece, TokenNames
 from gecko.runtime.process import __version__
 from gecko.serving.options import Limits
@@ -224,8 +224,8 @@ NAMES = TokenNames(BYTES)
 ANY_TEXT = st.text(alphabet="aboé🎉 ", max_size=30)
 
 
-def pieces_of(text: bytes, stops: list[str], *, logprobs: bool = False, **options: Any) -> list[Piece]:
-    choice = ChoiceText(0, BYTES, stops, 100, **options)
+def pieces_of(text: bytes, stops: list[str], *, logprobs: bool = False, least: int = 0, echo: str = "") -> list[Piece]:
+    choice = ChoiceText(0, Request(torch.zeros(100), 100, min_new_tokens=least), BYTES, stops, echo=echo)
     pieces = []
     for number, byte in enumerate(text):
         told = (-float(number), ((byte, -float(number)),)) if logprobs else (None, ())
@@ -249,7 +249,7 @@ def test_pieces_join_to_the_text_before_the_stop(text: str, stops: list[str]) ->
 
 @given(st.text(alphabet="ab", max_size=30), st.integers(0, 12))
 def test_the_text_of_the_first_tokens_may_contain_a_stop_string(text: str, least: int) -> None:
-    pieces = pieces_of(text.encode(), ["ab"], min_tokens=least, echo="é ab ")
+    pieces = pieces_of(text.encode(), ["ab"], least=least, echo="é ab ")
     end = text.find("ab", least)
     assert "".join(piece.text for piece in pieces) == "é ab " + (text if end < 0 else text[:end])
     assert pieces[-1].finish_reason == ("length" if end < 0 else "stop")

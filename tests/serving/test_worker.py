@@ -39,7 +39,7 @@ class Bench:
     async def submit(self, *texts: str, tokens: int = 20, wrong: bool = False) -> Answer:
         ids = [torch.tensor([256, *text.encode()]) for text in texts] + [torch.tensor([999])] * wrong
         requests = [Request(prompt, tokens, Sampling(0.0), 0, frozenset({256})) for prompt in ids]
-        choices = [ChoiceText(index, load_tokenizer("bytes"), [], 0) for index in range(len(requests))]
+        choices = [ChoiceText(index, request, load_tokenizer("bytes")) for index, request in enumerate(requests)]
         prepared, begun = Prepared(requests, choices, Usage(0, 0, 0), 0, Reply()), time.monotonic()
         answer = Answer(prepared, self.worker.cancel, self.metrics, begun, begun + 60, lambda: None)
         await self.worker.submit(requests, answer)

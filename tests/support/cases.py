@@ -20,7 +20,7 @@ from gecko.config import PAPER
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
 from gecko.ops.short_convolution import short_convolution
-from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
+from gecko.ops.timestep_norm import Statistics, TimestepNormState, timestep_norm, timestep_norm_reference
 from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
 from gecko.runtime.tensors import TensorRecord, map_tensors, tensors_of
 from gecko.segments import Clock, Segments
@@ -211,14 +211,14 @@ CEMA = _cema(5, 3)
 
 
 def _timestep_norm(betas: tuple[float, float] | None) -> Operator:
-    fixed = (2, betas, 1e-3)
+    statistics = Statistics(2, betas, 1e-3)
     return Operator(
         "timestep-norm-" + ("cumulative" if betas is None else f"decay{betas[0]}"), 1,
         lambda g: [_normal(g, 6), _normal(g, 6)],
         lambda b, t, g: [_normal(g, b, t, 6) + 3 * _normal(g, b, 1, 6)],
         lambda b, dtype: TimestepNormState.empty(b, 2, dtype),
-        lambda p, x, state, segments: timestep_norm(x[0], *p, *fixed, state, segments=segments),
-        lambda p, x, state, segments: timestep_norm_reference(x[0], *p, *fixed, state, segments=segments),
+        lambda p, x, state, segments: timestep_norm(x[0], *p, statistics, state, segments=segments),
+        lambda p, x, state, segments: timestep_norm_reference(x[0], *p, statistics, state, segments=segments),
     )  # fmt: skip
 
 

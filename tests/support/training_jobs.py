@@ -59,12 +59,11 @@ def train_run(run: Run, resume: bool = False, report: Callable[..., Path] = plai
 
 def rows_seen(run: Run, steps: int) -> list[tuple[int, list[Any]]]:
     """Return this rank's index among the data ranks, and the tokens that it gets in the first ``steps`` steps."""
-    from rich.console import Console
 
     from gecko.train.data import load_data
 
     with ranks_of(run) as ranks:
-        batches = Prefetcher(run, load_data(run, ranks, Console(quiet=True)).rows, ranks)
+        batches = Prefetcher(run, load_data(run, ranks).rows, ranks)
         return [(ranks.data_rank, batches.batch(step).tokens.tolist()) for step in range(steps)]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from support.whole_runs import curve, killed
 
 from gecko.data import Batch
@@ -31,7 +30,7 @@ def carrying(run_in: Callable[[str], Run]) -> Callable[..., Run]:
 
 def losses_of_steps(run: Run, model: Gecko, steps: int) -> list[float]:
     """Return the losses of the first steps without updates; each row follows the state of the one before."""
-    data = load_data(run, Ranks(), Console(quiet=True))
+    data = load_data(run, Ranks())
     carried, found = CarriedState(run, model, Ranks()), []
     for step in range(steps):
         batch = batch_of_step(run, data.rows, step, Ranks())
@@ -47,7 +46,7 @@ def test_rows_of_a_lane_are_one_long_row(carrying: Callable[..., Run], changes: 
     run = carrying("run", **changes)
     torch.manual_seed(1)
     model = Gecko(run.model).double()
-    rows = load_data(run, Ranks(), Console(quiet=True)).rows
+    rows = load_data(run, Ranks()).rows
     batches = [batch_of_step(run, rows, step, Ranks()) for step in range(24)]
     long = Batch(*(torch.cat([getattr(x, name) for x in batches], 1) for name in ("tokens", "targets", "segment_ids")))
     assert (long.segment_ids[:, 1:] != long.segment_ids[:, :-1]).any()
@@ -74,7 +73,7 @@ def test_a_skipped_step_empties_the_states(carrying: Callable[..., Run]) -> None
     model = Gecko(run.model)
     carried = CarriedState(run, model, Ranks())
     empty = carried.tensors()
-    batch = batch_of_step(run, load_data(run, Ranks(), Console(quiet=True)).rows, 0, Ranks())
+    batch = batch_of_step(run, load_data(run, Ranks()).rows, 0, Ranks())
     for skipped in (False, True):
         compute_gradients(model, split_batch(batch, 1, CPU), "float32", carried=carried)
         carried.clear() if skipped else carried.advance()

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from rich.console import Console
 from support.chats import spoken, write_chats
 from support.corpora import as_files, as_shards, write_tokenizer
 
@@ -119,7 +118,7 @@ def test_nats_are_divided_by_the_bytes_of_the_scored_tokens(
     tokenizer = load_tokenizer(spec)
     model = dataclasses.replace(small_run.model, vocab_size=-(-tokenizer.vocab_size // 8) * 8)
     run = dataclasses.replace(small_run, model=model, data=settings, batch_size=1)
-    data = load_data(run, Ranks(), Console(quiet=True))
+    data = load_data(run, Ranks())
     torch.manual_seed(0)
     network = Gecko(run.model)
     for held_out in (data.final, data.held_out, data.final.spread(3)):

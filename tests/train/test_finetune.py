@@ -53,7 +53,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def test_chats_in_a_row_do_not_see_one_another(tune: Tune, base: Path) -> None:
-    batch = load_data(tune("run"), Ranks(), Console(quiet=True)).rows(range(2))
+    batch = load_data(tune("run"), Ranks()).rows(range(2))
     model = gecko.load(base).eval()
     assert batch.segment_ids.max() > 1
     with torch.no_grad():
@@ -177,12 +177,12 @@ def test_a_quantised_model_is_not_trained(tune: Tune, base: Path) -> None:
 
 
 def test_long_chats_are_reported(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
-    load_data(tune("run", "sequence_length=56", "batch_size=1"), Ranks(), Console())
+    load_data(tune("run", "sequence_length=56", "batch_size=1"), Ranks(console=Console()))
     assert "of 24 chats are longer than a row of 56 tokens; what follows is left out" in capsys.readouterr().out
 
 
 def test_a_batch_larger_than_the_chats_and_adapters_without_a_model_are_refused(tune: Tune) -> None:
     with pytest.raises(ValueError, match=r"one batch takes 50 rows, and the chats fill \d+ rows of 256 tokens"):
-        load_data(tune("run", "batch_size=50"), Ranks(), Console())
+        load_data(tune("run", "batch_size=50"), Ranks(console=Console()))
     with pytest.raises(ValueError, match="lora_rank trains adapters of a trained model"):
         Run(model=BYTE_MODEL, output="x", steps=1, lora_rank=2)

@@ -60,7 +60,7 @@ def test_what_was_before_is_there_again() -> None:
     ("part", "said"),
     [
         ("measured", "the measurement in progress is finished"),
-        ("_fit", "the step in progress is finished, then saved; a second Ctrl-C"),
+        ("_trainer", "the step in progress is finished, then saved; a second Ctrl-C"),
         ("finish_run", "all steps are saved"),
     ],
 )

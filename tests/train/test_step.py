@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from support.corpora import BYTE_MODEL
 from torch import Tensor
 from train.conftest import growing
@@ -170,7 +169,7 @@ def test_batches_double_until_they_are_full(given_run: tuple[ScheduleSettings, i
 def test_growing_batches_read_the_same_rows_once(small_run: Run) -> None:
     """The tokens of all steps are those of all rows, one after the other."""
     run = growing(small_run)
-    rows = load_data(run, Ranks(), Console(quiet=True)).rows
+    rows = load_data(run, Ranks()).rows
     batches = [batch_of_step(run, rows, step, Ranks()) for step in range(8)]
     shapes = [tuple(batch.tokens.shape) for batch in batches]
     assert shapes == [(4, 6), (4, 6), (8, 6), (4, 12), (8, 12), (8, 12), (4, 24), (4, 24)]

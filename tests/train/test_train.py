@@ -47,7 +47,7 @@ def test_a_sample_without_a_prompt_begins_with_words_of_the_held_out_text(small_
     texts = tmp_path / "held_out.txt"
     texts.write_text("\nWho goes there, he asked. " * 40, encoding="utf-8")
     run = replace(small_run, data=replace(small_run.data, validation=str(texts)), sample=SampleSettings())
-    assert load_data(run, Ranks(), Console(quiet=True)).prompt.text == "Who goes there, "
+    assert load_data(run, Ranks()).prompt.text == "Who goes there, "
 
 
 def test_the_disk_has_the_numbers_of_all_steps_before_their_checkpoint(
@@ -78,7 +78,7 @@ def test_one_text_is_trained_on_and_its_end_held_out(
     text = tmp_path / "book.txt"
     text.write_text("red green blue " * 60)
     run = replace(small_run, data=replace(small_run.data, source=str(text), validation_fraction=0.1))
-    assert int((load_data(run, Ranks(), Console()).final.rows.targets >= 0).sum()) == 89
+    assert int((load_data(run, Ranks(console=Console())).final.rows.targets >= 0).sum()) == 89
     written = " ".join(capsys.readouterr().out.split())
     assert "training: 1 documents, 813 tokens" in written
     ends = "; 1 of them the end of a document that is trained on"

@@ -26,7 +26,7 @@ from gecko.ops.backends import cpu as kernels
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, empty_cema_state
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention, chunk_attention_reference
-from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_reference
+from gecko.ops.timestep_norm import Statistics, TimestepNormState, timestep_norm, timestep_norm_reference
 from gecko.ops.working_memory import WorkingMemoryState, working_memory, working_memory_reference
 from gecko.runtime.process import processor_field, processor_name
 from gecko.segments import Segments
@@ -167,7 +167,7 @@ def _operator(name: str, device: torch.device) -> str:
             average = x, CEMACoefficients.from_parameters(*parameters), empty_cema_state(_BATCH, 12, 4, *wide)
             fast, slow = cema(*average, segments=segments), cema_reference(*average, segments)
         case "timestep norm":
-            norm = x, weight, bias, 4, (0.999, 0.9999), 1e-5, TimestepNormState.empty(_BATCH, 4, *wide)
+            norm = x, weight, bias, Statistics(4, (0.999, 0.9999), 1e-5), TimestepNormState.empty(_BATCH, 4, *wide)
             fast, slow = timestep_norm(*norm, segments=segments), timestep_norm_reference(*norm, segments=segments)
         case "chunk attention":
             pattern, window = Pattern(_CHUNK), AttentionState.empty(_BATCH, 2, _CHUNK, 4, 6, *wide)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from gecko.data.turns import CALL_CLOSING, CALL_OPENINGS
@@ -36,12 +37,15 @@ class CallReader:
     Text that may begin a call is held back until that is decided. What is no object with the name of a known function
     and an object of arguments is text. An answer ends with its calls: the reader stops where other text follows, and
     after one call unless it may have ``several``. An answer that is ``opened`` begins inside of a call, and is nothing
-    else. ``openings`` are texts before a call, besides those in use.
+    else. ``openings`` are texts before a call, besides those in use; ``marks`` are the texts that special tokens have
+    in calls, by their ids.
     """
 
     def __init__(
-        self, names: Collection[str], openings: Collection[str] = (), *, opened: bool = False, several: bool = True
-    ) -> None:
+        self, names: Collection[str], openings: Collection[str] = (), marks: Mapping[int, str] = MappingProxyType({}),
+        *, opened: bool = False, several: bool = True,
+    ) -> None:  # fmt: skip
+        self.marks = marks
         self.num_calls = 0
         self.stopped = False
         self.end = 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from gecko.data import StreamDecoder, Tokenizer
 from gecko.data.text_stream import REPLACEMENT, letter
 from gecko.inference.calls import CallPart, CallReader, overlap
 from gecko.inference.generate import LlamaStream, TokenStream
-from gecko.inference.request import PromptScores, Token
+from gecko.inference.request import PromptScores, Request, Token
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -142,24 +141,23 @@ class Piece:
 
 
 class ChoiceText:
-    """Incremental detokenizer of one choice of an answer, after a state at ``position``. A piece is returned as soon as
-    its characters are complete and cannot belong to a stop string; the text of the first ``min_tokens`` tokens may
-    contain them. The first piece begins with ``echo``, and has the log-probabilities of the prompt if ``scored``.
-    ``reader`` finds calls of functions, in which the special tokens of ``marks`` have texts."""
+    """Incremental detokenizer of one choice of an answer, the tokens of ``request``. A piece is returned as soon as its
+    characters are complete and cannot belong to a stop string; the text of the request's first ``min_new_tokens`` may
+    contain them. The first piece begins with ``echo``, and has the log-probabilities of the prompt if the request asks
+    for them. ``reader`` finds calls of functions."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], position: int, *, goes_on: bool = False,
-        min_tokens: int = 0, echo: str = "", scored: bool = False, reader: CallReader | None = None,
-        marks: Mapping[int, str] = MappingProxyType({}),
+        self, index: int, request: Request, tokenizer: Tokenizer, stops: Sequence[str] = (), *, goes_on: bool = False,
+        echo: str = "", reader: CallReader | None = None,
     ) -> None:  # fmt: skip
         self.index = index
         self.num_tokens = 0
-        self.awaits_scores = scored
+        self.awaits_scores = request.prompt_logprobs is not None
         """Whether the log-probabilities of the prompt are still missing."""
-        self._start, self._min_tokens = position, min_tokens
+        self._start, self._min_tokens = request.start_position + len(request.prompt), request.min_new_tokens
         self._decoder, self._stops = StreamDecoder(tokenizer, goes_on=goes_on), StopStrings(stops)
         self._echo, self._decoded = echo, len(echo)
-        self._reader, self.marks = reader, marks
+        self._reader, self.marks = reader, {} if reader is None else reader.marks
         """Texts of special tokens in calls, by their ids."""
         self._written: list[str] = []
         self._prompt: PromptScores | None = None

@@ -20,7 +20,7 @@ from gecko.ops.common import compute_dtype, from_linear, linear_dtype
 from gecko.ops.feed_forward import feed_forward, swiglu
 from gecko.ops.norms import group_layer_norm, group_rms_norm, norm_adds, norm_of_sum
 from gecko.ops.projections import projections
-from gecko.ops.timestep_norm import TimestepNormState, timestep_norm, timestep_norm_state_before
+from gecko.ops.timestep_norm import Statistics, TimestepNormState, timestep_norm, timestep_norm_state_before
 from gecko.runtime.private import global_module_hooks
 from gecko.segments import Pending, Segments
 
@@ -81,16 +81,16 @@ class TimestepNorm(nn.Module):
 
     def __init__(self, config: GeckoConfig) -> None:
         super().__init__()
-        self.groups, self.betas = config.timestep_groups, config.timestep_betas
-        self.eps = config.timestep_eps or config.norm_eps
+        eps = config.timestep_eps or config.norm_eps
+        self.statistics = Statistics(config.timestep_groups, config.timestep_betas, eps)
         self.weight, self.bias = _offsets(config.model_dim), _offsets(config.model_dim)
 
     def forward(
         self, x: Tensor, state: TimestepNormState | None, segments: Segments
     ) -> tuple[Tensor, TimestepNormState]:
-        before = timestep_norm_state_before(x, self.groups, self.betas, self.eps, state, segments)
+        before = timestep_norm_state_before(x, self.statistics, state, segments)
         return timestep_norm(
-            x, self.weight, self.bias, self.groups, self.betas, self.eps, before, segments=segments,
+            x, self.weight, self.bias, self.statistics, before, segments=segments,
             dtype=linear_dtype(x) if choose_backend(x, cpu=False) == "triton" else x.dtype,
         )  # fmt: skip
 

@@ -11,12 +11,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -112,6 +113,8 @@ class Ranks:
     """Timeout of collectives; pass it to every new process group."""
     control: dist.ProcessGroup | None = None
     """Group of all ranks for values on the host. None: the default group."""
+    console: Console = field(default_factory=lambda: Console(quiet=True), compare=False)
+    """Prints on the first rank of a session only."""
 
     @property
     def world(self) -> int:

@@ -159,7 +159,7 @@ class Preparation:
         unread = [*stored.unread, *self._model.chat.continuation([]).closing]
         keep = KeptStates()
         requests = [Request(torch.tensor(unread, device="cpu"), 0, state=stored.state, keep=keep)] if unread else []
-        choices = [ChoiceText(0, self._model.tokenizer, [], 0) for _ in requests]
+        choices = [ChoiceText(0, request, self._model.tokenizer) for request in requests]
         usage = Usage(len(unread), 0, self._model.state_bytes)
         reply = StateReply(lambda: self._states.save(asked.name, keep.prompt or stored.state))
         return Prepared(requests, choices, usage, 8 * len(unread), reply)
@@ -264,20 +264,17 @@ class Preparation:
         """Return the text of one choice; ``follows``: whether text, not only special tokens, stands before it."""
         completes, constrained = isinstance(asked, CompletionRequest), request.constraint is not None
         stops = [*asked.stop, *(() if completes or constrained else self._model.chat.stops)]
-        reader, marks = None, {}
+        reader = None
         if isinstance(asked, ConversationRequest) and asked.functions:
             opening = self._model.chat.call_form.opening.partition("{")[0].strip(" \r\n[")
             reader = CallReader(
                 [function.name for function in asked.functions], [opening] if opening else [],
+                {mark: text for text, mark in self._model.chat.call_marks.items()},
                 opened=bool(asked.enforced), several=asked.parallel_tool_calls,
             )  # fmt: skip
-            marks = {index: text for text, index in self._model.chat.call_marks.items()}
         # A constraint covers all characters, also a space of SentencePiece before the first word.
-        return ChoiceText(
-            index, self._model.tokenizer, stops, request.start_position + len(request.prompt), echo=echo,
-            goes_on=constrained or (completes and follows), min_tokens=asked.min_tokens, reader=reader, marks=marks,
-            scored=request.prompt_logprobs is not None,
-        )  # fmt: skip
+        goes_on = constrained or (completes and follows)
+        return ChoiceText(index, request, self._model.tokenizer, stops, goes_on=goes_on, echo=echo, reader=reader)
 
     def _reply(
         self, asked: GenerationRequest, previous: StoredResponse | None, request: Request, choice: ChoiceText

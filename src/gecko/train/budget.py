@@ -107,9 +107,8 @@ SLACK_SECONDS, SLACK_PART = 20.0, 0.1
 
 
 def measured(
-    run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, console: Console,
-    clock: RunClock, *, fresh: bool,
-) -> Run:  # fmt: skip
+    run: Run, model: LanguageModel, batches: Prefetcher, data: RunData, ranks: Ranks, clock: RunClock, *, fresh: bool
+) -> Run:
     """Measure what the run does for the clock, and return it with what it has to fix before its first step.
 
     If the run follows the clock, these are the steps of its warm-up; else the steps, at least 1, for which the whole
@@ -117,6 +116,7 @@ def measured(
     tokens if they took more than ``EVALUATING_PART`` of them each. A run that is not ``fresh`` fixed this before. All
     ranks measure together, and use the first rank's times. The model does not change.
     """
+    console = ranks.console
     console.print(f"measuring how many steps fit into {run.minutes:g} minutes")
     assert run.minutes is not None
     if next(model.parameters()).device.type == "cpu":  # else GCC would build the kernels in a call that is timed

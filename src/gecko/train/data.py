@@ -70,16 +70,17 @@ class RunData:
         return replace(self, final=final, held_out=final.spread(evaluation.rows))
 
 
-def load_data(run: Run, ranks: Ranks, console: Console, checkpoint: Path | None = None) -> RunData:
+def load_data(run: Run, ranks: Ranks, checkpoint: Path | None = None) -> RunData:
     """Read, tokenize and split the run's source. Each rank tokenizes a share of the texts, and gets all of them.
 
     Rows and the time of the start are those that the run of ``checkpoint`` was begun with; None: the run is new. All
     ranks call it together. The first raises ValueError if the source is too small, the tokenizer does not fit the
     model, or a newer version wrote the checkpoint; all others SystemExit.
     """
+    console = ranks.console
     layout, started = ranks.main(lambda: (row_layout(checkpoint), run_start(checkpoint)))
     if run.data.format == "chat":
-        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, console, layout, started))
+        return ranks.run_or_abort_all(lambda: _load_chats(run, ranks, layout, started))
     settings = run.data
     request = DataRequest(
         run.sequence_length, settings.validation_fraction, run.seed, ranks.rank, ranks.world, settings.field, layout,
@@ -144,9 +145,10 @@ def _load_tokenizer(run: Run, console: Console, layout: int) -> Tokenizer:
     return tokenizer
 
 
-def _load_chats(run: Run, ranks: Ranks, console: Console, layout: int, started: datetime) -> RunData:
+def _load_chats(run: Run, ranks: Ranks, layout: int, started: datetime) -> RunData:
     """Read, tokenize and split chats. Rows hold whole chats; the loss is on the assistant's answers."""
-    tokenizer, folder = _load_tokenizer(run, console, layout), run.tokenizer_folder
+    console, folder = ranks.console, run.tokenizer_folder
+    tokenizer = _load_tokenizer(run, console, layout)
     if run.init_from is not None and not (folder / TEMPLATE).is_file():  # else the one the run was begun with
         folder = model_folder(run.init_from)
     chat_format = tuning_format(tokenizer, folder, started)
@@ -258,7 +260,7 @@ def replayed(run: Run, step: int) -> Iterator[str]:
     if run.steps is not None and step > run.steps:
         raise ValueError(f"the run has {run.steps} steps; got {step}. Set steps= to look beyond its end.")
     newest = next(iter(list_checkpoints(run.checkpoints_folder)), None)
-    data = load_data(run, Ranks(), Console(quiet=True), newest)
+    data = load_data(run, Ranks(), newest)
     batch = batch_of_step(run, data.rows, step - 1, Ranks())
     borders = data.tokenizer.document_start, data.tokenizer.document_end
     yield f"step {step}: {len(batch.tokens)} rows of {batch.tokens.shape[1]} tokens, {batch.scored_tokens} targets"

@@ -202,7 +202,7 @@ def _numbers(run: Run, result: Evaluation, parameters: int, training: Sequence[R
 
 
 def finish_run(
-    run: Run, model: LanguageModel, data: RunData, checkpoint: Path, ranks: Ranks, console: Console
+    run: Run, model: LanguageModel, data: RunData, checkpoint: Path, ranks: Ranks
 ) -> tuple[Evaluation, Path | None]:
     """Evaluate the finished model and return its held-out loss and the path of the report.
 
@@ -210,6 +210,7 @@ def finish_run(
     matplotlib, and on all other ranks.
     """
     rows, at_once = len(data.final.rows.tokens), data.final.batch_size * ranks.data_ranks
+    console = ranks.console
     console.print(f"computing the final held-out loss of {rows} rows")
     columns = TextColumn("final held-out loss"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     # With a bar on a terminal, as it may take a tenth of the run's time.

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from gecko.data.tokenizers import SETTINGS, TEMPLATE, TOKENIZERS, copy_tokenizer
 from gecko.io.checkpoints import checkpoint_path, checkpoint_step, list_checkpoints
@@ -92,12 +91,12 @@ def train(
     """
     clock = RunClock(now, now() if begin is None else begin, run.minutes)
     with ExitStack() as stack:
-        ranks, device, console = stack.enter_context(launch(run))
+        ranks, device = stack.enter_context(launch(run))
         run, checkpoint = _begin(run, resume, ranks, device, stack)
-        ranks.run_or_abort_all(lambda: _set_up(run, ranks, device, console))
-        data = load_data(run, ranks, console, checkpoint)
+        ranks.run_or_abort_all(lambda: _set_up(run, ranks, device))
+        data = load_data(run, ranks, checkpoint)
         if checkpoint is not None:
-            ranks.main(lambda: check_same_data(run.folder, checkpoint, data.record.digest, console))
+            ranks.main(lambda: check_same_data(run.folder, checkpoint, data.record.digest, ranks.console))
         model = starting_model(run, ranks, device, fresh=checkpoint is None)
         batches = Prefetcher(run, data.rows, ranks, pinned=device.type == "cuda")
         phase = "training"
@@ -108,26 +107,28 @@ def train(
         with StopSignal(notice if ranks.is_main else None) as stop:
             if run.steps is None:
                 phase = "measuring"
-                run = measured(run, model, batches, data, ranks, console, clock, fresh=checkpoint is None)
+                run = measured(run, model, batches, data, ranks, clock, fresh=checkpoint is None)
                 data, phase = data.evaluated_by(run.evaluation), "training"
-            run, position = _fit(run, checkpoint, model, data, batches, stop, ranks, console, clock)
-            newest = checkpoint_path(run.checkpoints_folder, position.step)
-            if position.step == run.steps:
+            with _trainer(run, checkpoint, model, data, batches, ranks, clock) as trainer:
+                trainer.fit(stop)
+            run, step = trainer.run, trainer.position.step
+            newest = checkpoint_path(run.checkpoints_folder, step)
+            if step == run.steps:
                 phase = "finishing"
                 batches.close()
-                return TrainResult(run, newest, position.step, *finish_run(run, model, data, newest, ranks, console))
-        console.print(
-            f"{stop.requested or 'a signal to another rank'}: saved after step {position.step} of "
+                return TrainResult(run, newest, step, *finish_run(run, model, data, newest, ranks))
+        ranks.console.print(
+            f"{stop.requested or 'a signal to another rank'}: saved after step {step} of "
             f"{run.steps or 'those that fit'}. Continue with:\n  {run.command()} --resume"
         )
-        return TrainResult(run, newest, position.step, None, None)
+        return TrainResult(run, newest, step, None, None)
 
 
 @contextmanager
-def launch(run: Run) -> Iterator[tuple[Ranks, torch.device, Console]]:
+def launch(run: Run) -> Iterator[tuple[Ranks, torch.device]]:
     """Context in which the processes that were started are connected as the ranks of ``run``.
 
-    It yields the ranks, this rank's device, and a console that prints on the first rank only.
+    It yields the ranks and this rank's device.
     """
     _, world, local = launched()
     with only_first_rank_reports():
@@ -138,7 +139,7 @@ def launch(run: Run) -> Iterator[tuple[Ranks, torch.device, Console]]:
     # The watchdog must act before a collective times out, because it writes the stacks.
     timeout = None if run.hang_minutes is None else timedelta(minutes=2 * run.hang_minutes)
     with lasting_output(), launcher_watched(), flushed_denormals(), connected(sizes, device, timeout) as ranks:
-        yield ranks, device, Terminal(soft_wrap=True, quiet=not ranks.is_main)
+        yield replace(ranks, console=Terminal(soft_wrap=True, quiet=not ranks.is_main)), device
 
 
 def _begin(run: Run, resume: bool, ranks: Ranks, device: torch.device, stack: ExitStack) -> tuple[Run, Path | None]:
@@ -299,7 +300,8 @@ def fixed_settings(run: Run) -> dict[str, Any]:
     return {name: value for name, value in flatten(run.to_dict()).items() if has_role(name, Role.FIXED)}
 
 
-def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> None:
+def _set_up(run: Run, ranks: Ranks, device: torch.device) -> None:
+    console = ranks.console
     check_float8(run.precision, device)
     if run.capture:
         check_capture(device, ranks.world)
@@ -320,12 +322,13 @@ def _set_up(run: Run, ranks: Ranks, device: torch.device, console: Console) -> N
             console.print(f"an earlier session hung; the stack of one of its ranks is in {path}")
 
 
-def _fit(
-    run: Run, checkpoint: Path | None, model: LanguageModel, data: RunData, batches: Prefetcher, stop: StopSignal,
-    ranks: Ranks, console: Console, clock: RunClock,
-) -> tuple[Run, TrainerState]:  # fmt: skip
-    """Restore the state of the run and train. Return the run with its number of steps, and where it stands."""
-    optimizer = build_optimizer(model, run.optimizer)
+@contextmanager
+def _trainer(
+    run: Run, checkpoint: Path | None, model: LanguageModel, data: RunData, batches: Prefetcher, ranks: Ranks,
+    clock: RunClock,
+) -> Iterator[Trainer]:  # fmt: skip
+    """Context with a trainer that continues where the run stands; at its end all checkpoints are on the disk."""
+    console, optimizer = ranks.console, build_optimizer(model, run.optimizer)
     carried = carried_state(run, model, ranks)
     with ExitStack() as stack:
         copies = recovered = None
@@ -355,14 +358,12 @@ def _fit(
         saver = stack.enter_context(Checkpointer(run, ranks, beat, data.record, carried))
         if recovered is not None:  # a state that is in memory only would be lost with the next node
             saver.save(model, optimizer, position)
-        trainer = Trainer(
+        yield Trainer(
             run, model, optimizer, carried, position, batches, data.held_out, ranks, clock, saver, display, metrics,
             beat, copies,
         )  # fmt: skip
-        trainer.fit(stop)
         if copies is not None:
             copies.clear()
-    return trainer.run, trainer.position
 
 
 def _last_step(run: Run) -> int:

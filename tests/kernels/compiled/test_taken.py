@@ -17,12 +17,12 @@ from gecko.ops.feed_forward import swiglu
 from gecko.ops.gates import gated, silu_by_head
 from gecko.ops.norms import group_layer_norm, group_rms_norm, norm_of_sum
 from gecko.ops.qk_scale_shift import qk_scale_shift
-from gecko.ops.timestep_norm import timestep_norm
+from gecko.ops.timestep_norm import Statistics, timestep_norm
 
 Empty = Callable[..., Tensor]
 
 CALLS: dict[str, Callable[[Empty], Tensor]] = {
-    "timestep_norm": lambda e: timestep_norm(e(2, 70, 12), e(12), e(12), 3, (0.9, 0.99), 1e-5)[0],
+    "timestep_norm": lambda e: timestep_norm(e(2, 70, 12), e(12), e(12), Statistics(3, (0.9, 0.99), 1e-5))[0],
     "group_norm": lambda e: group_rms_norm(e(2, 5, 12), e(12), 3, 1e-5),
     "group_norm centered": lambda e: group_layer_norm(e(2, 5, 12), e(12), e(12), 3, 1e-5),
     "group_norm of a sum": lambda e: norm_of_sum((e(2, 5, 12),) * 3, e(12), None, 3, 1e-5, False, e(1).dtype)[0],

@@ -9,7 +9,7 @@ import torch
 from kernels.agreement import is_well_registered, normal
 from support import cases, laws
 
-from gecko.ops.timestep_norm import TimestepNormState, timestep_norm
+from gecko.ops.timestep_norm import Statistics, TimestepNormState, timestep_norm
 from gecko.ops.timestep_norm import triton as kernels
 from gecko.segments import Segments
 
@@ -19,7 +19,7 @@ BETAS = (0.999, 0.9999)
 def _kernel_form(operator: cases.Operator, betas: tuple[float, float] | None) -> cases.Operator:
     def fast(parameters, inputs, state, segments):
         state = operator.empty(segments.batch, torch.float32) if state is None else state
-        return kernels.timestep_norm_triton(inputs[0], *parameters, 2, betas, 1e-3, state, segments)
+        return kernels.timestep_norm_triton(inputs[0], *parameters, Statistics(2, betas, 1e-3), state, segments)
 
     return replace(operator, fast=fast)
 
@@ -79,8 +79,8 @@ def test_timestep_norm_in_tiles_as_launched(operator, case):
 def test_statistics_survive_a_large_offset(betas, small_tiles):
     x = (100 + normal(1, 30, 12)).detach()
     state = TimestepNormState.empty(1, 3)
-    y, _ = kernels.timestep_norm_triton(x, None, None, 3, betas, 1e-5, state, Segments.build(1, 30))
-    exact, _ = timestep_norm(x.double(), None, None, 3, betas, 1e-5)
+    y, _ = kernels.timestep_norm_triton(x, None, None, Statistics(3, betas, 1e-5), state, Segments.build(1, 30))
+    exact, _ = timestep_norm(x.double(), None, None, Statistics(3, betas, 1e-5))
     assert (y - exact).abs().max() < 2e-3 * exact.abs().max()
 
 
@@ -88,11 +88,11 @@ def test_statistics_survive_a_large_offset(betas, small_tiles):
 def test_sixteen_bit_activations_keep_float32_statistics(betas):
     x, weight = normal(1, 6, 12, dtype=torch.bfloat16).detach(), normal(12).detach()
     state = TimestepNormState.empty(1, 3)
-    y, after = kernels.timestep_norm_triton(x, weight, weight, 3, betas, 1e-5, state, Segments.build(1, 6))
-    exact, expected = timestep_norm(x.double(), weight.double(), weight.double(), 3, betas, 1e-5)
+    y, after = kernels.timestep_norm_triton(x, weight, weight, Statistics(3, betas, 1e-5), state, Segments.build(1, 6))
+    exact, expected = timestep_norm(x.double(), weight.double(), weight.double(), Statistics(3, betas, 1e-5))
     assert y.dtype == torch.bfloat16
     wide, same = kernels.timestep_norm_triton(
-        x.float(), weight, weight, 3, betas, 1e-5, state, Segments.build(1, 6), torch.bfloat16
+        x.float(), weight, weight, Statistics(3, betas, 1e-5), state, Segments.build(1, 6), torch.bfloat16
     )
     assert y.equal(wide) and after.variance.equal(same.variance)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
@@ -103,7 +103,7 @@ def test_counts_near_one_keep_their_digits():
     """1 − β₂ⁿ at n = 1 is 1e-4. Computed as 1 − exp in float32 it would have three correct digits."""
     x = normal(1, 1, 64).detach()
     y, _ = kernels.timestep_norm_triton(
-        x, None, None, 1, BETAS, 0.0, TimestepNormState.empty(1, 1), Segments.build(1, 1)
+        x, None, None, Statistics(1, BETAS, 0.0), TimestepNormState.empty(1, 1), Segments.build(1, 1)
     )
     torch.testing.assert_close(y, (x - x.mean()) / x.std(correction=0), rtol=1e-5, atol=1e-5)
 

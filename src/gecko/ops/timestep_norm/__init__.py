@@ -14,6 +14,7 @@ from gecko.ops.backends.cpu import CFunction, call, save, saved
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import check_affine, check_shape, compute_dtype, full_precision, layout_of_call, run_by_length
 from gecko.ops.timestep_norm.chunked import (
+    Statistics,
     TimestepNormState,
     cumulative_statistics,
     decayed_statistics,
@@ -23,18 +24,18 @@ from gecko.ops.timestep_norm.chunked import (
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
-__all__ = ["TimestepNormState", "timestep_norm", "timestep_norm_reference", "timestep_norm_state_before"]
+__all__ = ["Statistics", "TimestepNormState", "timestep_norm", "timestep_norm_reference", "timestep_norm_state_before"]
 
 
 def timestep_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics,
     state: TimestepNormState | None = None, *, segments: Segments | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute y_t = (x_t − m̂_t) / √(v̂_t + ε) · (1 + weight) + bias (paper Eq. 6–7). Statistics include step t.
 
-    Decaying (``betas`` given): m ← β₁ m + (1 − β₁) μ_t and v ← β₂ v + (1 − β₂) σ²_t over the steps of the document,
-    where μ_t and σ²_t are mean and variance over the features of a group; m̂ = m / (1 − β₁ⁿ), v̂ = v / (1 − β₂ⁿ) after
-    n steps. Cumulative (``betas`` None): mean and variance over the features of a group in all steps so far.
+    Decaying (betas given): m ← β₁ m + (1 − β₁) μ_t and v ← β₂ v + (1 − β₂) σ²_t over the steps of the document, where
+    μ_t and σ²_t are mean and variance over the features of a group; m̂ = m / (1 − β₁ⁿ), v̂ = v / (1 − β₂ⁿ) after
+    n steps. Cumulative (betas None): mean and variance over the features of a group in all steps so far.
 
     Args:
         x: (B, T, D), any float dtype; statistics are float32 or wider.
@@ -44,9 +45,10 @@ def timestep_norm(
         y (B, T, D) in ``dtype``, by default that of x, and the state after the last step.
 
     Raises:
-        ValueError: the shapes are inconsistent, or ``groups`` does not divide D.
+        ValueError: the shapes are inconsistent, or the groups do not divide D.
     """
     batch, length, features = x.shape
+    groups, betas, eps = statistics
     if features % groups:
         raise ValueError(f"groups must divide the features of x; got {groups} and {features}.")
     check_affine(weight, bias, features)
@@ -58,13 +60,13 @@ def timestep_norm(
     check_shape("state.mean", state.mean, (batch, groups))
     backend = choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1)
     if segments.ends is not None and backend != "cpu":
-        form = partial(timestep_norm, weight=weight, bias=bias, groups=groups, betas=betas, eps=eps, dtype=wanted)
+        form = partial(timestep_norm, weight=weight, bias=bias, statistics=statistics, dtype=wanted)
         return run_by_length(form, (x,), state, segments)
     match backend:
         case "triton":
             from gecko.ops.timestep_norm.triton import timestep_norm_triton
 
-            return timestep_norm_triton(x, weight, bias, groups, betas, eps, state, segments, wanted)
+            return timestep_norm_triton(x, weight, bias, statistics, state, segments, wanted)
         case "cpu":
             # A float64 tensor: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
             decays = None if betas is None else torch.tensor(betas, dtype=torch.float64, device="cpu")
@@ -76,7 +78,7 @@ def timestep_norm(
     wide = x.to(dtype)
     with full_precision(x):
         if betas is not None and length == 1:
-            y, state = timestep_norm_step(wide, weight, bias, groups, betas, eps, state, segments)
+            y, state = timestep_norm_step(wide, weight, bias, statistics, state, segments)
             return y.to(wanted), state
         if betas is None:
             mean, variance, state = cumulative_statistics(wide, groups, state, segments)
@@ -126,9 +128,8 @@ class TimestepNormCPU(CFunction):
 
 
 def timestep_norm_state_before(
-    x: Tensor, groups: int, betas: tuple[float, float] | None, eps: float, state: TimestepNormState | None,
-    segments: Segments,
-) -> TimestepNormState | None:  # fmt: skip
+    x: Tensor, statistics: Statistics, state: TimestepNormState | None, segments: Segments
+) -> TimestepNormState | None:
     """Return the state before the tokens x (B, T, D). A rank sends the statistics of x to later ranks.
 
     They are those of the document at the last token. ``state`` is that before the call; on ranks after the first it is
@@ -137,8 +138,9 @@ def timestep_norm_state_before(
     exchange = segments.exchange
     if exchange is None:
         return state
+    groups, betas, _ = statistics
     state = state or TimestepNormState.empty(len(x), groups, compute_dtype(x), x.device)
-    _, end = timestep_norm(x, None, None, groups, betas, eps, state, segments=segments)
+    _, end = timestep_norm(x, None, None, statistics, state, segments=segments)
     (ends,), counts = exchange.send((), [torch.stack([end.mean, end.variance])])(), exchange.counts
     if betas is None:  # pooled, by the steps of each rank
         share = (counts.to(ends.dtype) / counts.sum(0).clamp(min=1).to(ends.dtype)).unsqueeze(-1)
@@ -154,10 +156,11 @@ def timestep_norm_state_before(
 
 
 def timestep_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
-    state: TimestepNormState, *, segments: Segments,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, state: TimestepNormState, *,
+    segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` step by step, directly from the equations, for x in float32 or wider."""
+    groups, betas, eps = statistics
     count, mean, variance, outputs = state.count, state.mean, state.variance, []
     for t, x_t in enumerate(x.unflatten(-1, (groups, -1)).unbind(1)):
         if segments.starts is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ class TimestepNormState(TensorRecord):
     ) -> TimestepNormState:
         zeros = torch.zeros(batch, groups, dtype=dtype, device=device)
         return cls(torch.zeros(batch, dtype=torch.int64, device=device), zeros, zeros)
+
+
+class Statistics(NamedTuple):
+    """What a timestep norm takes mean and variance of: groups of features, in the steps of the document so far."""
+
+    groups: int
+    betas: tuple[float, float] | None
+    """Decays of mean and variance; None: cumulative."""
+    eps: float
 
 
 def decayed_statistics(
@@ -161,10 +170,12 @@ def _origin(mu: Tensor, state: TimestepNormState, segments: Segments) -> Tensor:
 
 
 def timestep_norm_step(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float], eps: float,
-    state: TimestepNormState, segments: Segments,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, state: TimestepNormState,
+    segments: Segments,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` with decaying statistics for one token per row, x (B, 1, D)."""
+    groups, betas, eps = statistics
+    assert betas is not None
     beta, added, log_beta = segments.once(("betas", betas, x.dtype), lambda: _decays(betas, x))
     grouped = x.unflatten(-1, (groups, -1)).squeeze(1)
     variance, mean = torch.var_mean(grouped, -1, correction=0)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gecko.ops.backends.dispatch import Launch, blocks, custom_op, tile
 from gecko.ops.common import contiguous, empty_contiguous
-from gecko.ops.timestep_norm.chunked import TimestepNormState
+from gecko.ops.timestep_norm.chunked import Statistics, TimestepNormState
 from gecko.ops.timestep_norm.triton_backward import gradients
 from gecko.ops.timestep_norm.triton_tiles import (
     at_step,
@@ -65,8 +65,8 @@ _NUMBERS_OF_WARP = 2048, 1024
 
 
 def timestep_norm_triton(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, betas: tuple[float, float] | None, eps: float,
-    state: TimestepNormState, segments: Segments, dtype: torch.dtype | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, state: TimestepNormState,
+    segments: Segments, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Compute ``timestep_norm`` for the dtypes of the kernels, without context exchange."""
 
@@ -76,6 +76,7 @@ def timestep_norm_triton(
         steps = np.where(segments.starts, np.arange(segments.length), -1)
         return to_device(torch.from_numpy(np.maximum.accumulate(steps, axis=1).astype(np.int32)), segments.device)
 
+    groups, betas, eps = statistics
     y, count, mean, variance, _ = _timestep_norm(
         x, weight, bias, state.count, state.mean, state.variance,
         None if segments.starts is None else segments.shared("begins", begins), groups,
