@@ -4,7 +4,8 @@ frontend is executed on the CPU.
 pytest -p kernels.simulated tests/kernels/interpreted, with tests/ on PYTHONPATH and without TRITON_INTERPRET
 
 A test fails if one of its launches accesses memory outside a tensor, lets two programs or two lanes write one element,
-or does not compile. The session fails if a launch was not checked for races.
+or does not compile. The session fails if a launch was not checked for races, or if there was none, unless single tests
+were named.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     launches, unchecked = session.config.stash[COUNTS]
+    named = any("::" in argument for argument in session.config.args)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["simulated"] = [launches, unchecked]
-    elif unchecked:
+    elif unchecked or (not launches and session.testscollected and session.exitstatus == 0 and not named):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     yield
 

@@ -197,9 +197,7 @@ def _turned(x: Tensor) -> Tensor:
     return x if last < 1 else x.transpose(0, last).contiguous().transpose(0, last)
 
 
-IN_PARTS = (split_anywhere, no_gradient_changes_no_value)
-"""Laws that make a call for each token of a short text."""
-ALL = (fast_is_reference, *IN_PARTS, packed_is_alone, any_strides)
+ALL = (fast_is_reference, split_anywhere, no_gradient_changes_no_value, packed_is_alone, any_strides)
 
 
 def over(cases: Iterable[Case]) -> list[Any]:

@@ -53,7 +53,7 @@ PARTED = {"B2-T40-packed-after23+16-float32", str(LONG[-1])}
 
 LAWS = [
     parameter for parameter in laws.over([*SINGLE, *LONG])
-    if parameter.values[0] not in laws.IN_PARTS or str(parameter.values[1]) in PARTED
+    if parameter.values[0] is not laws.split_anywhere or str(parameter.values[1]) in PARTED
 ]  # fmt: skip
 
 

@@ -52,7 +52,7 @@ different positions, and documents start at the borders of tiles."""
 
 LAWS = [
     parameter for parameter in laws.over(CASES)
-    if parameter.values[0] not in laws.IN_PARTS or str(parameter.values[1]) in PARTED
+    if parameter.values[0] is not laws.split_anywhere or str(parameter.values[1]) in PARTED
 ]  # fmt: skip
 
 
