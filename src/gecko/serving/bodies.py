@@ -1,7 +1,8 @@
 """Read request bodies within the memory of all requests, and parse their JSON in short steps.
 
 One call of ``json.loads`` holds the GIL until it returns, seconds for millions of values, and takes up to sixty times
-the memory of the text. Here each string, list and object is a step of its own, a long list of numbers takes several.
+the memory of the text. This parser reads each string, list and object in a step of its own, and a long list of numbers
+in several.
 """
 
 from __future__ import annotations

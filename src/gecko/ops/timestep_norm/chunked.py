@@ -40,7 +40,7 @@ class TimestepNormState(TensorRecord):
 
 
 class Statistics(NamedTuple):
-    """What a timestep norm takes mean and variance of: groups of features, in the steps of the document so far."""
+    """How a timestep norm computes mean and variance: of each group of features, over the document's steps so far."""
 
     groups: int
     betas: tuple[float, float] | None
