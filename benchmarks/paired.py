@@ -1,25 +1,30 @@
 """Speed of this code beside the code of another commit, in one run.
 
     git worktree add --detach ../other ab0e082
-    python benchmarks/paired.py ../other --write     # writes benchmarks/results/paired_PROCESSOR.md
+    python benchmarks/paired.py ../other --repeats 20 --write     # writes benchmarks/results/paired_PROCESSOR.md
     python benchmarks/paired.py ../other --speeds "training at 2K" "gecko train" --write    # these alone
 
-A separate process runs each measurement. Its ``PYTHONPATH`` is one of the two trees, in turns. The table
-gives the median ratio of neighbouring runs, so that a slow minute of the machine slows both.
+A separate process runs each measurement. Its ``PYTHONPATH`` is one of the two trees, in turns. The table gives the
+median of the ratios of the times of neighbouring runs, so that a slow minute of the machine slows both, and its 95 %
+interval by order statistics. This code is as fast where the interval lies below 1.02 or contains 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +41,19 @@ def tiny() -> Any:
 
 
 def training(length: int) -> float:
-    """Tokens per second of training steps of ``tiny`` on rows of ``length`` bytes, batches of 8,192."""
+    """Tokens per second of training steps of ``tiny`` on rows of ``length`` bytes, in batches of at least 8,192."""
     import torch
 
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 256, (8192 // length, length + 1))
+    tokens = torch.randint(0, 256, (max(1, 8192 // length), length + 1))
 
     def step() -> None:
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return 8192 / _median_seconds(step)
+    return tokens[:, 1:].numel() / _median_seconds(step)
 
 
 def reading() -> float:
@@ -60,19 +65,62 @@ def reading() -> float:
         return 32_768 / _median_seconds(lambda: model(tokens))
 
 
-def decoding() -> float:
-    """Tokens per second of ``gecko.generate`` with ``tiny``, one row, greedy, after a prompt of 1,000 bytes."""
+def decoding(rows: int) -> float:
+    """Tokens per second of ``gecko.generate`` with ``tiny``, greedy, after prompts of 1,000 bytes."""
+    import torch
+
+    import gecko
+
+    model, prompts = tiny().eval(), torch.randint(0, 256, (rows, 1_000))
+
+    def generate(count: int) -> float:
+        return _seconds(lambda: gecko.generate(model, prompts, max_new_tokens=count, temperature=0.0))
+
+    generate(8)
+    return rows * 192 / statistics.median([generate(200) - generate(8) for _ in range(5)])
+
+
+def first_token() -> float:
+    """First tokens per second of ``gecko.generate`` with ``tiny``, after a prompt of 1,000 bytes."""
     import torch
 
     import gecko
 
     model, prompt = tiny().eval(), torch.randint(0, 256, (1, 1_000))
+    generate = functools.partial(gecko.generate, model, prompt, max_new_tokens=1, temperature=0.0)
+    return 1 / statistics.median([_median_seconds(generate) for _ in range(5)])
 
-    def generate(count: int) -> float:
-        return _seconds(lambda: gecko.generate(model, prompt, max_new_tokens=count, temperature=0.0))
 
-    generate(8)
-    return 192 / statistics.median([generate(200) - generate(8) for _ in range(5)])
+def generate_command() -> float:
+    """Starts per second of ``gecko generate books`` for one token, once everything is compiled and in memory."""
+    command = [sys.executable, "-m", "gecko", "generate", "books", "--prompt", "It was ", "-n", "1", "--seed", "1"]
+    return 1 / _median_seconds(lambda: subprocess.run(command, check=True, capture_output=True))
+
+
+def server() -> float:
+    """Tokens per second of ``gecko serve books`` for 8 clients at once, 48 texts of 64 tokens after 500 characters."""
+    request = {"model": "books", "prompt": "It was a bright cold day. " * 20, "max_tokens": 64, "seed": 1}
+    command = [sys.executable, "-m", "gecko", "serve", "books", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None, "the server's output must be read"
+    try:
+        found = re.search(r"http://\S+:(\d+)", process.stdout.readline())
+        assert found, "the server must print its address; run `gecko serve books` by hand"
+        address = f"http://127.0.0.1:{found[1]}/v1/completions"
+
+        def ask(number: int) -> int:
+            content = json.dumps({**request, "prompt": f"{number} {request['prompt']}"}).encode()
+            asked = urllib.request.Request(address, content, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(asked) as response:
+                return json.load(response)["usage"]["completion_tokens"]
+
+        with ThreadPoolExecutor(8) as clients:
+            list(clients.map(ask, range(16)))
+            started = time.perf_counter()
+            return sum(clients.map(ask, range(16, 64))) / (time.perf_counter() - started)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -103,9 +151,14 @@ def training_command() -> float:
 WORK: dict[str, Callable[[], float]] = {
     "training at 2K": lambda: training(2048),
     "training at 8K": lambda: training(8192),
+    "training at 32K": lambda: training(32_768),
     "gecko train": training_command,
     "reading": reading,
-    "decoding": decoding,
+    "decoding": lambda: decoding(1),
+    "decoding, 16 rows": lambda: decoding(16),
+    "first token": first_token,
+    "start of gecko generate": generate_command,
+    "server under load": server,
 }
 
 
@@ -151,11 +204,14 @@ STARTS = {"import gecko": ["-c", "import gecko"], "gecko --help": ["-m", "gecko"
 
 
 def speeds(trees: Sequence[Path], names: Sequence[str], repeats: int) -> Iterator[tuple[str | float, ...]]:
-    """Yield medians of both trees, and the median ratio of neighbouring runs."""
+    """Yield medians of both trees, the median of the ratios of times of neighbouring runs, and its interval."""
+    from scipy.stats import quantile_test
+
     for work in names:
         pairs = [[float(run_in(tree, __file__, "--only", work)) for tree in trees] for _ in range(repeats)]
-        ratio = statistics.median(after / before for before, after in pairs)
-        yield work, *map(statistics.median, zip(*pairs, strict=True)), ratio
+        ratios = [before / after for before, after in pairs]
+        medians = map(statistics.median, zip(*pairs, strict=True))
+        yield work, *medians, statistics.median(ratios), *quantile_test(ratios, q=1, p=0.5).confidence_interval()
 
 
 def starts(trees: Sequence[Path], repeats: int) -> Iterator[tuple[str | float, ...]]:
@@ -202,7 +258,7 @@ def main() -> None:
         subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
         for tree in trees
     ]
-    columns = ["tokens per second", "other|,.0f", "this|,.0f", "this / other|.2f"]
+    columns = ["per second", "other|,.1f", "this|,.1f", "time, this / other|.3f", "from|.3f", "to|.3f"]
     parts = [table(columns, speeds(trees, given.speeds or list(WORK), given.repeats))]
     if not given.speeds:
         columns = ["seconds", "other, cold|.2f", "this, cold|.2f", "other, warm|.2f", "this, warm|.2f"]
