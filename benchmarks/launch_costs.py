@@ -71,8 +71,8 @@ TRIPS: dict[str, Callable[[dict[str, Any]], list[float]]] = {
     "chunk_attention._log_sum_kernel": lambda a: [0.75 * a["chunk_size"] / a["block_k"]],
     "chunk_attention._row_dot_kernel": lambda a: [a["p_x"].shape[-1] / 1024],
     "working_memory._weigh_kernel": lambda a: [a["chunk_size"] / a["block_t"]],
-    "working_memory._normalise_kernel": lambda a: [a["steps"]],
-    "working_memory._normalise_backward_kernel": lambda a: [a["steps"]],
+    "working_memory._factor_kernel": lambda a: [(a["steps"] + 1) / 2],
+    "working_memory._factor_backward_kernel": lambda a: [a["steps"]],
     "working_memory._chain_kernel": _chain_trips,
     "working_memory._chain_backward_kernel": _chain_trips,
 }

@@ -22,9 +22,8 @@ PRODUCTS = {
 NARROW = {
     "cema.triton_backward.response_kernel", "cema.triton_backward.coefficient_gradients_kernel",
     "cema.triton_coefficients._coefficients_kernel", "cema.triton_coefficients._gradients_kernel",
-    "working_memory.triton_chain._normalise_kernel", "working_memory.triton_chain._normalise_backward_kernel",
 }  # fmt: skip
-"""Kernels over coefficients, and over one number per chunk."""
+"""Kernels over coefficients."""
 
 
 TRANSPOSED = {"cema.triton_forward.filter_kernel", "cema.triton_backward.gradients_kernel"}

@@ -104,12 +104,13 @@ def test_huge_scores_give_finite_gradients(form):
 PATTERN = Pattern(CHUNK, "sliding_chunk", 100.0, 1)
 
 
-@pytest.mark.parametrize("far", [True, False])
-def test_laying_is_well_registered(far):
+@pytest.mark.parametrize("queries", ["far", "near", "none"])
+def test_laying_is_well_registered(queries):
     offset, shift = torch.tensor([11, 8]), torch.tensor([8, 0])
     table = rotary_table(CHUNK, PATTERN.frequencies(4), torch.device("cpu"))
-    before = None if far else normal(2, 2, 2 * CHUNK, 4, seed=1)
-    is_well_registered(lay, normal(2, 2, 9, 4), before, table, offset, shift, 24, False, CHUNK, 1, far, torch.float16)
+    x, ring, q = normal(2, 2, 9, 4), normal(2, 2, 2 * CHUNK, 4, seed=1), normal(2, 2, 9, 4, seed=2)
+    given = x, None if queries == "none" else q, None if queries == "near" else ring, table, offset, shift
+    is_well_registered(lay, *given, 24, False, CHUNK, 1, CHUNK, queries == "far", torch.float16)
 
 
 def test_attention_is_well_registered(form):

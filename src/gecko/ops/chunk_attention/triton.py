@@ -37,8 +37,6 @@ class AttentionLayout:
     """Chunk offset of each batch row."""
     offset: Tensor
     """(B,) int64: place of the first token in the grid of keys."""
-    query_offset: Tensor
-    """(B,) int64: place of the first token in the grid of queries."""
     shift: Tensor
     """(B,) int64: slot in the ring minus place in the grid of keys, modulo 2c."""
     ring_offset: Tensor
@@ -61,7 +59,7 @@ class AttentionLayout:
         window = own - pattern.last_slot(place) + pattern.first_slot(place)
         first = torch.maximum(start, window).clamp(min=0)
         first = torch.where((token >= 0) & (token < length), first, own).to(torch.int32)
-        on_device = (offset, phase, (position - offset) % (2 * chunk), position % (2 * chunk), first)
+        on_device = (offset, (position - offset) % (2 * chunk), position % (2 * chunk), first)
         return cls(chunks, before, reads, phase.tolist(), *(to_device(x, segments.device) for x in on_device))
 
     @property
@@ -87,20 +85,20 @@ def chunk_attention_triton(
     if turned:
         key = ("turns", pattern, q.shape[-1])
         table = segments.once(key, lambda: rotary_table(chunk, pattern.frequencies(q.shape[-1]), q.device))
-    query_rows, key_rows = layout.chunks * chunk, (layout.chunks + layout.before) * chunk
-    turn = (chunk, turned)
-    back = bool(pattern.lookback)
-    near, *far = lay(q, None, table, layout.query_offset, layout.shift, query_rows, False, *turn, back, dtype)
+    skipped, rows = layout.before * chunk, (layout.chunks + layout.before) * chunk
+    turn, back = (chunk, turned), bool(pattern.lookback)
     ring_keys, ring_values = (state.keys, state.values) if layout.reads else (None, None)
-    (keys,) = lay(k, ring_keys, table, layout.offset, layout.shift, key_rows, False, *turn, False, dtype)
+    keys, near, *far = lay(
+        k, q, ring_keys, table, layout.offset, layout.shift, rows, False, *turn, skipped, back, dtype
+    )
     values = v.contiguous()
-    if layout.reads or layout.common_chunk_offset != 0 or v.shape[2] != key_rows:
-        (values,) = lay(v, ring_values, None, layout.offset, layout.shift, key_rows, False, chunk, 0, False, dtype)
+    if layout.reads or layout.common_chunk_offset != 0 or v.shape[2] != rows:
+        (values,) = lay(v, None, ring_values, None, layout.offset, layout.shift, rows, False, chunk, 0, 0, False, dtype)
     given = (None if x is None else x.flatten(0, 1) for x in (near, far[0] if back else None, keys, values))
     out, log_sums = attend_grid(*given, layout.first, q.shape[1], chunk)
     if segments.keeps_state:
         state = AttentionState(*(
-            lay(x, ring, turns, layout.ring_offset, layout.shift, 2 * chunk, True, *turn, False, to)[0]
+            lay(x, None, ring, turns, layout.ring_offset, layout.shift, 2 * chunk, True, *turn, 0, False, to)[0]
             for x, ring, turns, to in ((k, state.keys, table, compute_dtype(k)), (v, state.values, None, dtype))
         ))  # fmt: skip
     out, log_sums = (layout.taken(x.unflatten(0, q.shape[:2]), q.shape[2]) for x in (out, log_sums.unsqueeze(-1)))

@@ -150,67 +150,85 @@ def row_dot(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "length", "heads", "turned_heads"])
+@triton.jit(do_not_specialize=["rows", "length", "heads", "turned_heads", "skipped"])
 def _lay_kernel(
-    p_x, p_ring, p_table, p_out, p_far, p_offset, p_shift, rows, length, heads, turned_heads, chunk_size: tl.constexpr,
-    width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
+    p_x, p_queries, p_ring, p_table, p_out, p_near, p_far, p_offset, p_shift, rows, length, heads, turned_heads,
+    skipped, chunk_size: tl.constexpr, width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr,
+    block_d: tl.constexpr,
 ):  # fmt: skip
-    """Store to each row of ``out`` its token, rotated by its place in the chunk, or else its slot of the ring; to
-    ``far`` the token rotated by a chunk more."""
+    """Store to each row of ``out`` its token, rotated by its place in the chunk, or else its slot of the ring. The
+    second half of the programs stores queries to ``near``, and rotated by a chunk more to ``far``."""
     i_row = tl.program_id(1).to(tl.int64)
     i_out = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
+    queries, begin = False, 0
+    if p_queries is not None:
+        queries = i_row >= tl.num_programs(1) // 2
+        begin = tl.where(queries, skipped, 0)
+        if queries:
+            i_row -= tl.num_programs(1) // 2
+            p_x, p_out = p_queries, p_near
     offset = tl.load(p_offset + i_row // heads)
     i_token = i_out - offset
     if to_ring:
         i_token = length - 1 - (length - 1 - i_token + 2 * chunk_size) % (2 * chunk_size)
     m_d = (i_d < width)[None, :]
-    m_out = (i_out < rows)[:, None] & m_d
+    m_out = ((i_out >= begin) & (i_out < rows))[:, None] & m_d
     m_new = ((i_token >= 0) & (i_token < length))[:, None] & m_out
     b_x = tl.load(p_x + (i_row * length + i_token)[:, None] * width + i_d[None, :], mask=m_new, other=0.0)
     b_x, i_angle = b_x.to(tl.float32), i_out % chunk_size
-    p_to = (i_row * rows + i_out)[:, None] * width + i_d[None, :]
+    i_to = (i_row * (rows - begin) + i_out - begin)[:, None] * width + i_d[None, :]
     turned = i_row % heads < turned_heads
-    if p_far is not None:
-        b_far = b_x
-        if p_table is not None:
-            b_far = _turn(b_x, turned, p_table, i_angle + chunk_size, i_d, m_d, 1.0, width, block_t, block_d)
-        tl.store(p_far + p_to, b_far.to(p_far.dtype.element_ty), mask=m_out)
+    if p_far is not None:  # noqa: SIM102  (decided by the compiler)
+        if queries:
+            b_far = b_x
+            if p_table is not None:
+                b_far = _turn(b_x, turned, p_table, i_angle + chunk_size, i_d, m_d, 1.0, width, block_t, block_d)
+            tl.store(p_far + i_to, b_far.to(p_far.dtype.element_ty), mask=m_out)
     if p_table is not None:
         b_x = _turn(b_x, turned, p_table, i_angle, i_d, m_d, 1.0, width, block_t, block_d)
     if p_ring is not None:
         i_slot = i_out if to_ring else (i_out + tl.load(p_shift + i_row // heads)) % (2 * chunk_size)
         p_old = p_ring + (i_row * 2 * chunk_size + i_slot)[:, None] * width + i_d[None, :]
-        b_x += tl.load(p_old, mask=(i_token < 0)[:, None] & m_out, other=0.0).to(tl.float32)
-    tl.store(p_out + p_to, b_x.to(p_out.dtype.element_ty), mask=m_out)
+        m_old = ((i_token < 0) & (not queries))[:, None] & m_out
+        b_x += tl.load(p_old, mask=m_old, other=0.0).to(tl.float32)
+    tl.store(p_out + i_to, b_x.to(p_out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["rows", "length", "heads", "turned_heads"])
+@triton.jit(do_not_specialize=["rows", "length", "heads", "turned_heads", "skipped"])
 def _lay_backward_kernel(
-    p_grad, p_grad_far, p_table, p_out, p_offset, rows, length, heads, turned_heads, chunk_size: tl.constexpr,
-    width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
+    p_grad, p_grad_near, p_grad_far, p_table, p_out, p_by_queries, p_offset, rows, length, heads, turned_heads, skipped,
+    chunk_size: tl.constexpr, width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of each token: that of its row on the grid, rotated back, and that of the row in ``far``."""
     i_row = tl.program_id(1).to(tl.int64)
     i_token = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
+    queries, begin = False, 0
+    if p_by_queries is not None:
+        queries = i_row >= tl.num_programs(1) // 2
+        begin = tl.where(queries, skipped, 0)
+        if queries:
+            i_row -= tl.num_programs(1) // 2
+            p_grad, p_out = p_grad_near, p_by_queries
     m_d = (i_d < width)[None, :]
-    i_from = i_token + tl.load(p_offset + i_row // heads)
+    i_from = i_token + tl.load(p_offset + i_row // heads) - begin
     m_token = i_token < length
     m_laid = m_token
     if to_ring:
         i_from = i_from % (2 * chunk_size)
         m_laid = m_laid & (i_token >= length - 2 * chunk_size)
-    p_from = (i_row * rows + i_from)[:, None] * width + i_d[None, :]
-    b_x = tl.load(p_grad + p_from, mask=m_laid[:, None] & m_d, other=0.0).to(tl.float32)
+    i_grad = (i_row * (rows - begin) + i_from)[:, None] * width + i_d[None, :]
+    b_x = tl.load(p_grad + i_grad, mask=m_laid[:, None] & m_d, other=0.0).to(tl.float32)
     turned, i_angle = i_row % heads < turned_heads, i_from % chunk_size
     if p_table is not None:
         b_x = _turn(b_x, turned, p_table, i_angle, i_d, m_d, -1.0, width, block_t, block_d)
-    if p_grad_far is not None:
-        b_far = tl.load(p_grad_far + p_from, mask=m_laid[:, None] & m_d, other=0.0).to(tl.float32)
-        if p_table is not None:
-            b_far = _turn(b_far, turned, p_table, i_angle + chunk_size, i_d, m_d, -1.0, width, block_t, block_d)
-        b_x += b_far
+    if p_grad_far is not None:  # noqa: SIM102  (decided by the compiler)
+        if queries:
+            b_far = tl.load(p_grad_far + i_grad, mask=m_laid[:, None] & m_d, other=0.0).to(tl.float32)
+            if p_table is not None:
+                b_far = _turn(b_far, turned, p_table, i_angle + chunk_size, i_d, m_d, -1.0, width, block_t, block_d)
+            b_x += b_far
     p_to = p_out + (i_row * length + i_token)[:, None] * width + i_d[None, :]
     tl.store(p_to, b_x.to(p_out.dtype.element_ty), mask=m_token[:, None] & m_d)
 
@@ -244,21 +262,23 @@ def _tiles(width: int) -> tuple[int, int]:
 
 @custom_op("lay_backward")
 def lay_backward(
-    grad: Tensor, grad_far: Tensor | None, table: Tensor | None, offset: Tensor, length: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of x in ``lay``, (B, H, length, d) of ``dtype``."""
+    grad: Tensor, grad_near: Tensor | None, grad_far: Tensor | None, table: Tensor | None, offset: Tensor, length: int,
+    to_ring: bool, chunk_size: int, turned_heads: int, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of x in ``lay``, (B, H, length, d) of ``dtype``, and of the queries if there are any."""
     batch, heads, rows, width = grad.shape
-    out = grad.new_empty(batch, heads, length, width, dtype=dtype)
+    out = [grad.new_empty(batch, heads, length, width, dtype=dtype) for _ in range(1 + (grad_near is not None))]
+    near, far = (None if x is None else x.contiguous() for x in (grad_near, grad_far))
     block_t, block_d = _tiles(width)
-    if grad_far is not None:  # two rotations of 16 numbers a thread would spill
+    if far is not None:  # two rotations of 16 numbers a thread would spill
         block_t = max(1, block_t // 2)
     arguments = dict(
-        p_grad=grad.contiguous(), p_grad_far=None if grad_far is None else grad_far.contiguous(), p_table=table,
-        p_out=out, p_offset=offset, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
-        chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
+        p_grad=grad.contiguous(), p_grad_near=near, p_grad_far=far, p_table=table, p_out=out[0],
+        p_by_queries=None if near is None else out[1], p_offset=offset, rows=rows, length=length, heads=heads,
+        turned_heads=turned_heads, skipped=0 if near is None else rows - near.shape[2], chunk_size=chunk_size,
+        width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
     )  # fmt: skip
-    grid = blocks(length, block_t), batch * heads, blocks(width, block_d)
+    grid = blocks(length, block_t), batch * heads * len(out), blocks(width, block_d)
     Launch(_lay_backward_kernel, grid, arguments, warps=4).run()
     return out
 
@@ -276,32 +296,34 @@ def _ring_grad(grad: Tensor, offset: Tensor, shift: Tensor, length: int, to_ring
 
 
 def _keep(ctx, inputs, output):
-    x, ring, table, offset, shift, _, to_ring, chunk_size, turned_heads, _, _ = inputs
+    x, _, ring, table, offset, shift, _, to_ring, chunk_size, turned_heads, _, _, _ = inputs
     ctx.save_for_backward(table, offset, shift)
     ctx.length, ctx.dtype, ctx.ring_dtype = x.shape[2], x.dtype, None if ring is None else ring.dtype
     ctx.to_ring, ctx.chunk_size, ctx.turned_heads = to_ring, chunk_size, turned_heads
 
 
 def _pass_back(ctx, grads):
-    (table, offset, shift), (grad, *far) = ctx.saved_tensors, grads
-    grad_x = grad_ring = None
-    if ctx.needs_input_grad[0]:
+    (table, offset, shift), by_queries = ctx.saved_tensors, (*grads[1:], None, None)
+    grad_x = grad_queries = grad_ring = None
+    if any(ctx.needs_input_grad[:2]):
         given = table, offset, ctx.length, ctx.to_ring, ctx.chunk_size, ctx.turned_heads, ctx.dtype
-        grad_x = lay_backward(grad, *(far or [None]), *given)
-    if ctx.needs_input_grad[1]:
-        grad_ring = _ring_grad(grad, offset, shift, ctx.length, ctx.to_ring, ctx.chunk_size).to(ctx.ring_dtype)
-    return grad_x, grad_ring, *[None] * 9
+        grad_x, *rest = lay_backward(grads[0], *by_queries[:2], *given)
+        grad_queries = rest[0] if rest else None
+    if ctx.needs_input_grad[2]:
+        grad_ring = _ring_grad(grads[0], offset, shift, ctx.length, ctx.to_ring, ctx.chunk_size).to(ctx.ring_dtype)
+    return grad_x, grad_queries, grad_ring, *[None] * 10
 
 
 @custom_op("lay")
 def lay(
-    x: Tensor, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor, rows: int, to_ring: bool,
-    chunk_size: int, turned_heads: int, far: bool, dtype: torch.dtype,
+    x: Tensor, queries: Tensor | None, ring: Tensor | None, table: Tensor | None, offset: Tensor, shift: Tensor,
+    rows: int, to_ring: bool, chunk_size: int, turned_heads: int, skipped: int, far: bool, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Copy x (B, H, T, d) to ``rows`` rows, and rotate the first ``turned_heads`` heads by place; with ``far``, once
-    more, rotated by place + c, without the ring.
+    """Copy x (B, H, T, d) to ``rows`` rows, and rotate the first ``turned_heads`` heads by place. Queries of the same
+    shape and dtype are copied too, to the rows after the first ``skipped``; with ``far``, once more, rotated by
+    place + c.
 
-    On the grid, token t of batch row b goes to row offset_b + t. Row r before the first token gets slot
+    On the grid, token t of batch row b goes to row offset_b + t. Row r of x before the first token gets slot
     (r + shift_b) mod 2c of the ring, and rows after the last token are zero. If ``to_ring``, the token goes to row
     (offset_b + t) mod 2c, and slots without a new token keep their value. Without a ring, its values are zero.
 
@@ -309,18 +331,22 @@ def lay(
         ring: (B, H, 2c, d); table: (2c, d) of ``rotary_table``; None: no rotation. offset, shift: (B,) int64.
 
     Returns:
-        (B, H, rows, d) of ``dtype`` each.
+        (B, H, rows, d) of ``dtype``; with queries, one or two of (B, H, rows − skipped, d).
     """
     batch, heads, length, width = x.shape
-    out = [x.new_empty(batch, heads, rows, width, dtype=dtype) for _ in range(1 + far)]
+    out = [x.new_empty(batch, heads, rows, width, dtype=dtype)]
+    if queries is not None:
+        out += [x.new_empty(batch, heads, rows - skipped, width, dtype=dtype) for _ in range(1 + far)]
     block_t, block_d = _tiles(width)
+    p_out, p_near, p_far = (*out, None, None)[:3]
     arguments = dict(
-        p_x=x.contiguous(), p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=out[0],
-        p_far=out[1] if far else None, p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads,
-        turned_heads=turned_heads, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t,
-        block_d=block_d,
+        p_x=x.contiguous(), p_queries=None if queries is None else queries.contiguous(),
+        p_ring=None if ring is None else ring.contiguous(), p_table=table, p_out=p_out, p_near=p_near, p_far=p_far,
+        p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
+        skipped=skipped, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
     )  # fmt: skip
-    Launch(_lay_kernel, (blocks(rows, block_t), batch * heads, blocks(width, block_d)), arguments, warps=4).run()
+    grid = blocks(rows, block_t), batch * heads * (1 + (queries is not None)), blocks(width, block_d)
+    Launch(_lay_kernel, grid, arguments, warps=4).run()
     return out
 
 

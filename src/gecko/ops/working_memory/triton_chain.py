@@ -190,30 +190,6 @@ _NOTHING = tl.constexpr(-1e29)
 """Normalisers below this value are those of an empty set of tokens."""
 
 
-@triton.jit(do_not_specialize=["steps", "reads", "heads"])
-def _normalise_kernel(
-    p_normaliser, p_first, p_weights, p_resets, p_rho, p_share, p_last, steps, reads, heads, width: tl.constexpr,
-    block_d: tl.constexpr,
-):  # fmt: skip
-    """Store ρ of every slot, the share of w in N, and N after the last slot. ρ differs from the share only if both sets
-    of tokens are empty."""
-    i_row = tl.program_id(0).to(tl.int64)
-    i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    m_d = i_d < width
-    b_n = tl.load(p_normaliser + i_row * width + i_d, mask=m_d, other=0.0)
-    for s in range(0, steps):
-        b_w = tl.load(_vector(p_first, p_weights, i_row, s, reads, width) + i_d, mask=m_d, other=0.0)
-        resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
-        b_most = tl.maximum(b_n, b_w)
-        b_less = tl.exp(tl.minimum(b_n, b_w) - b_most)
-        b_share = tl.where(resets, 1.0, tl.where(b_w > b_n, 1.0, b_less) / (1.0 + b_less))
-        b_n = tl.where(resets, b_w, b_most + tl.log(1.0 + b_less))
-        i_to = (i_row * steps + s) * width + i_d
-        tl.store(p_share + i_to, b_share, mask=m_d)
-        tl.store(p_rho + i_to, tl.where(b_n < _NOTHING, 1.0, b_share), mask=m_d)
-    tl.store(p_last + i_row * width + i_d, b_n, mask=m_d)
-
-
 @triton.jit
 def _vector(p_first, p_rest, i_row, s, reads, size: tl.constexpr):
     """Return the pointer to slot s of a row. Slot 0 is in another tensor than the rest."""
@@ -224,82 +200,80 @@ def _vector(p_first, p_rest, i_row, s, reads, size: tl.constexpr):
 
 
 @triton.jit
-def _square(i_step, steps, width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr):
-    """Return the row, the slot, and the matrix rows, matrix columns, offsets and mask of a program's tile."""
+def _square(width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr):
+    """Return the matrix rows, matrix columns, offsets and mask of a program's tile."""
     i_r = tl.program_id(1) * block_r + tl.arange(0, block_r)
     i_c = tl.arange(0, block_c)
     m_k = (i_r < width)[:, None] & (i_c < width)[None, :]
-    return i_step // steps, i_step % steps, i_r, i_c, i_r[:, None] * width + i_c[None, :], m_k
+    return i_r, i_c, i_r[:, None] * width + i_c[None, :], m_k
 
 
 @triton.jit(do_not_specialize=["steps", "reads", "heads"])
 def _factor_kernel(
-    p_first, p_keys, p_rho, p_resets, p_a, steps, reads, heads, width: tl.constexpr, block_r: tl.constexpr,
-    block_c: tl.constexpr,
+    p_normaliser, p_first_weight, p_weights, p_first, p_keys, p_resets, p_rho, p_share, p_last, p_a, steps, reads,
+    heads, width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr,
 ):  # fmt: skip
-    i_step = tl.program_id(0).to(tl.int64)
-    i_row, s, i_r, i_c, i_k, m_k = _square(i_step, steps, width, block_r, block_c)
-    b_k = tl.load(_vector(p_first, p_keys, i_row, s, reads, width * width) + i_k, mask=m_k, other=0.0)
-    b_rho = tl.load(p_rho + i_step * width + i_r, mask=i_r < width, other=0.0)[:, None]
-    b_a = tl.where(i_r[:, None] == i_c[None, :], 1.0 - b_rho, 0.0) - b_rho * b_k
-    resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+    """Store A and ρ of one slot, the share of w in N, and N after the last slot. ρ differs from the share only if both
+    sets of tokens are empty. Each program follows N from slot 0 to its own, instead of waiting for another launch."""
+    i_row, last = (tl.program_id(0) // steps).to(tl.int64), tl.program_id(0) % steps
+    i_r, i_c, i_k, m_k = _square(width, block_r, block_c)
+    m_r, p_resets = i_r < width, p_resets + i_row // heads * (reads + 1)
+    b_n = tl.load(p_normaliser + i_row * width + i_r, mask=m_r, other=0.0)
+    b_share, resets = tl.zeros_like(b_n), tl.load(p_resets) != 0
+    for s in range(0, last + 1):
+        b_w = tl.load(_vector(p_first_weight, p_weights, i_row, s, reads, width) + i_r, mask=m_r, other=0.0)
+        resets = tl.load(p_resets + s) != 0
+        b_most = tl.maximum(b_n, b_w)
+        b_less = tl.exp(tl.minimum(b_n, b_w) - b_most)
+        b_share = tl.where(resets, 1.0, tl.where(b_w > b_n, 1.0, b_less) / (1.0 + b_less))
+        b_n = tl.where(resets, b_w, b_most + tl.log(1.0 + b_less))
+    b_rho, i_step = tl.where(b_n < _NOTHING, 1.0, b_share), i_row * steps + last
+    tl.store(p_share + i_step * width + i_r, b_share, mask=m_r)
+    tl.store(p_rho + i_step * width + i_r, b_rho, mask=m_r)
+    tl.store(p_last + i_row * width + i_r, b_n, mask=m_r & (last == steps - 1))
+    b_k = tl.load(_vector(p_first, p_keys, i_row, last, reads, width * width) + i_k, mask=m_k, other=0.0)
+    b_a = tl.where(i_r[:, None] == i_c[None, :], 1.0 - b_rho[:, None], 0.0) - b_rho[:, None] * b_k
     tl.store(p_a + i_step * width * width + i_k, tl.where(resets, 0.0, b_a), mask=m_k)
 
 
 @triton.jit(do_not_specialize=["steps", "reads", "heads"])
 def _factor_backward_kernel(
-    p_first, p_keys, p_rho, p_resets, p_grad_a, p_grad_rho, p_grad_first, p_grad_keys, p_g, steps, reads, heads,
-    width: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr,
+    p_first, p_keys, p_rho, p_share, p_resets, p_grad_a, p_grad_rho, p_grad_last, p_grad_normaliser,
+    p_grad_first_weight, p_grad_weights, p_grad_first, p_grad_keys, steps, reads, heads, width: tl.constexpr,
+    block_r: tl.constexpr, block_c: tl.constexpr,
 ):  # fmt: skip
-    """Store dK and g."""
-    i_step = tl.program_id(0).to(tl.int64)
-    i_row, s, i_r, i_c, i_k, m_k = _square(i_step, steps, width, block_r, block_c)
-    resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
-    b_k = tl.load(_vector(p_first, p_keys, i_row, s, reads, width * width) + i_k, mask=m_k, other=0.0)
-    b_da = tl.load(p_grad_a + i_step * width * width + i_k, mask=m_k, other=0.0)
-    b_da = tl.where(resets, 0.0, b_da)
-    i_at, m_r = i_step * width + i_r, i_r < width
-    b_rho = tl.load(p_rho + i_at, mask=m_r, other=0.0)
-    p_to = _vector(p_grad_first, p_grad_keys, i_row, s, reads, width * width)
-    tl.store(p_to + i_k, -b_rho[:, None] * b_da, mask=m_k)
-    b_along = tl.sum(b_da * (b_k + tl.where(i_r[:, None] == i_c[None, :], 1.0, 0.0)), 1)
-    b_drho = tl.load(p_grad_rho + i_at, mask=m_r, other=0.0)
-    tl.store(p_g + i_at, b_rho * (b_drho - b_along), mask=m_r)
-
-
-@triton.jit(do_not_specialize=["steps", "reads"])
-def _normalise_backward_kernel(
-    p_g, p_share, p_grad_last, p_grad_normaliser, p_grad_first, p_grad_weights, steps, reads, width: tl.constexpr,
-    block_d: tl.constexpr,
-):  # fmt: skip
+    """Store the gradients of some rows of every slot, from the last slot to the first."""
     i_row = tl.program_id(0).to(tl.int64)
-    i_d = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    m_d = i_d < width
-    b_dn = tl.load(p_grad_last + i_row * width + i_d, mask=m_d, other=0.0)
+    i_r, i_c, i_k, m_k = _square(width, block_r, block_c)
+    m_r = i_r < width
+    b_dn = tl.load(p_grad_last + i_row * width + i_r, mask=m_r, other=0.0)
     for back in range(0, steps):
         s = steps - 1 - back
-        i_from = (i_row * steps + s) * width + i_d
-        b_g, b_share = tl.load(p_g + i_from, mask=m_d, other=0.0), tl.load(p_share + i_from, mask=m_d, other=0.0)
+        i_step = i_row * steps + s
+        resets = tl.load(p_resets + i_row // heads * (reads + 1) + s) != 0
+        b_k = tl.load(_vector(p_first, p_keys, i_row, s, reads, width * width) + i_k, mask=m_k, other=0.0)
+        b_da = tl.load(p_grad_a + i_step * width * width + i_k, mask=m_k, other=0.0)
+        b_da = tl.where(resets, 0.0, b_da)
+        i_at = i_step * width + i_r
+        b_rho = tl.load(p_rho + i_at, mask=m_r, other=0.0)
+        p_to = _vector(p_grad_first, p_grad_keys, i_row, s, reads, width * width)
+        tl.store(p_to + i_k, -b_rho[:, None] * b_da, mask=m_k)
+        b_along = tl.sum(b_da * (b_k + tl.where(i_r[:, None] == i_c[None, :], 1.0, 0.0)), 1)
+        b_g = b_rho * (tl.load(p_grad_rho + i_at, mask=m_r, other=0.0) - b_along)
+        b_share = tl.load(p_share + i_at, mask=m_r, other=0.0)
         b_rest = b_dn - b_g
-        p_to = _vector(p_grad_first, p_grad_weights, i_row, s, reads, width)
-        tl.store(p_to + i_d, b_g + b_share * b_rest, mask=m_d)
+        p_to = _vector(p_grad_first_weight, p_grad_weights, i_row, s, reads, width)
+        tl.store(p_to + i_r, b_g + b_share * b_rest, mask=m_r)
         b_dn = (1.0 - b_share) * b_rest
-    tl.store(p_grad_normaliser + i_row * width + i_d, b_dn, mask=m_d)
-
-
-def _over_vectors(kernel: Any, rows: int, width: int, **arguments: Any) -> None:
-    """Launch a kernel over ``rows`` vectors."""
-    block_d = min(tile(width), 128)
-    Launch(kernel, (rows, blocks(width, block_d)), {**arguments, "width": width, "block_d": block_d}, warps=4).run()
+    tl.store(p_grad_normaliser + i_row * width + i_r, b_dn, mask=m_r)
 
 
 def _over_matrices(kernel: Any, count: int, width: int, **arguments: Any) -> None:
-    """Launch a kernel over ``count`` square matrices, if there are any."""
+    """Launch a kernel over ``count`` square matrices."""
     block_c = tile(width)
     block_r = max(1, min(block_c, _TILE // block_c))
-    if count:
-        tiles = {"width": width, "block_r": block_r, "block_c": block_c}
-        Launch(kernel, (count, blocks(width, block_r)), arguments | tiles, warps=4).run()
+    tiles = {"width": width, "block_r": block_r, "block_c": block_c}
+    Launch(kernel, (count, blocks(width, block_r)), arguments | tiles, warps=4).run()
 
 
 def _zeros_after(steps: int, x: Tensor) -> Tensor:
@@ -320,18 +294,15 @@ def _factors_backward(
     grad_a = rho.new_zeros(rows, steps, width, width) if grad_a is None else grad_a
     grad_rho = torch.zeros_like(rho) if grad_rho is None else grad_rho
     grad_last = weights.new_zeros(rows, width) if grad_last is None else grad_last.contiguous()
-    allocate = torch.empty_like if steps else torch.zeros_like
-    g, by_first_keys, by_keys = torch.empty_like(rho), allocate(first_keys), _zeros_after(steps, keys)
+    if not steps:
+        return grad_last.clone(), *map(torch.zeros_like, (grad_last, first_keys, weights, keys))
+    by_normaliser, by_weight, by_first_keys = (torch.empty_like(x) for x in (grad_last, grad_last, first_keys))
+    by_weights, by_keys = _zeros_after(steps, weights), _zeros_after(steps, keys)
     _over_matrices(
-        _factor_backward_kernel, rows * steps, width, p_first=first_keys, p_keys=keys, p_rho=rho, p_resets=resets,
-        p_grad_a=grad_a.contiguous(), p_grad_rho=grad_rho.contiguous(), p_grad_first=by_first_keys,
-        p_grad_keys=by_keys, p_g=g, steps=steps, reads=reads, heads=rows // len(resets),
-    )  # fmt: skip
-    by_normaliser, by_weight = torch.empty_like(grad_last), allocate(grad_last)
-    by_weights = _zeros_after(steps, weights)
-    _over_vectors(
-        _normalise_backward_kernel, rows, width, p_g=g, p_share=share, p_grad_last=grad_last,
-        p_grad_normaliser=by_normaliser, p_grad_first=by_weight, p_grad_weights=by_weights, steps=steps, reads=reads,
+        _factor_backward_kernel, rows, width, p_first=first_keys, p_keys=keys, p_rho=rho, p_share=share,
+        p_resets=resets, p_grad_a=grad_a.contiguous(), p_grad_rho=grad_rho.contiguous(), p_grad_last=grad_last,
+        p_grad_normaliser=by_normaliser, p_grad_first_weight=by_weight, p_grad_weights=by_weights,
+        p_grad_first=by_first_keys, p_grad_keys=by_keys, steps=steps, reads=reads, heads=rows // len(resets),
     )  # fmt: skip
     return by_normaliser, by_weight, by_first_keys, by_weights, by_keys
 
@@ -359,10 +330,11 @@ def factors(
     rows, reads, width = weights.shape
     rho, share = weights.new_empty(rows, steps, width), weights.new_empty(rows, steps, width)
     a, last = weights.new_empty(rows, steps, width, width), torch.empty_like(normaliser)
-    sizes = dict(p_resets=resets, steps=steps, reads=reads, heads=rows // len(resets))
-    _over_vectors(
-        _normalise_kernel, rows, width, p_normaliser=normaliser, p_first=first_weight, p_weights=weights, p_rho=rho,
-        p_share=share, p_last=last, **sizes,
+    if not steps:
+        return a, rho, normaliser.clone(), share
+    _over_matrices(
+        _factor_kernel, rows * steps, width, p_normaliser=normaliser, p_first_weight=first_weight, p_weights=weights,
+        p_first=first_keys, p_keys=keys, p_resets=resets, p_rho=rho, p_share=share, p_last=last, p_a=a, steps=steps,
+        reads=reads, heads=rows // len(resets),
     )  # fmt: skip
-    _over_matrices(_factor_kernel, rows * steps, width, p_first=first_keys, p_keys=keys, p_rho=rho, p_a=a, **sizes)
     return a, rho, last, share
