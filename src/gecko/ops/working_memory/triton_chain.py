@@ -184,7 +184,7 @@ def chain(
 
 
 _TILE = 4096
-"""Elements of a matrix per program, 32 per thread."""
+"""Elements of a matrix per program, 32 per thread; half as many backward, which keeps two matrices in registers."""
 
 _NOTHING = tl.constexpr(-1e29)
 """Normalisers below this value are those of an empty set of tokens."""
@@ -268,10 +268,10 @@ def _factor_backward_kernel(
     tl.store(p_grad_normaliser + i_row * width + i_r, b_dn, mask=m_r)
 
 
-def _over_matrices(kernel: Any, count: int, width: int, **arguments: Any) -> None:
-    """Launch a kernel over ``count`` square matrices."""
+def _over_matrices(kernel: Any, count: int, width: int, elements: int, **arguments: Any) -> None:
+    """Launch a kernel over ``count`` square matrices, or rows of them, with about ``elements`` of one per program."""
     block_c = tile(width)
-    block_r = max(1, min(block_c, _TILE // block_c))
+    block_r = max(1, min(block_c, elements // block_c))
     tiles = {"width": width, "block_r": block_r, "block_c": block_c}
     Launch(kernel, (count, blocks(width, block_r)), arguments | tiles, warps=4).run()
 
@@ -299,7 +299,7 @@ def _factors_backward(
     by_normaliser, by_weight, by_first_keys = (torch.empty_like(x) for x in (grad_last, grad_last, first_keys))
     by_weights, by_keys = _zeros_after(steps, weights), _zeros_after(steps, keys)
     _over_matrices(
-        _factor_backward_kernel, rows, width, p_first=first_keys, p_keys=keys, p_rho=rho, p_share=share,
+        _factor_backward_kernel, rows, width, _TILE // 2, p_first=first_keys, p_keys=keys, p_rho=rho, p_share=share,
         p_resets=resets, p_grad_a=grad_a.contiguous(), p_grad_rho=grad_rho.contiguous(), p_grad_last=grad_last,
         p_grad_normaliser=by_normaliser, p_grad_first_weight=by_weight, p_grad_weights=by_weights,
         p_grad_first=by_first_keys, p_grad_keys=by_keys, steps=steps, reads=reads, heads=rows // len(resets),
@@ -333,8 +333,8 @@ def factors(
     if not steps:
         return a, rho, normaliser.clone(), share
     _over_matrices(
-        _factor_kernel, rows * steps, width, p_normaliser=normaliser, p_first_weight=first_weight, p_weights=weights,
-        p_first=first_keys, p_keys=keys, p_resets=resets, p_rho=rho, p_share=share, p_last=last, p_a=a, steps=steps,
-        reads=reads, heads=rows // len(resets),
+        _factor_kernel, rows * steps, width, _TILE, p_normaliser=normaliser, p_first_weight=first_weight,
+        p_weights=weights, p_first=first_keys, p_keys=keys, p_resets=resets, p_rho=rho, p_share=share, p_last=last,
+        p_a=a, steps=steps, reads=reads, heads=rows // len(resets),
     )  # fmt: skip
     return a, rho, last, share
