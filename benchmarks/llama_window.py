@@ -9,8 +9,8 @@ is timed before and after the million tokens.
 A document is a novel, files of Python's standard library one after another, or meetings of a file of QMSum one after
 another. The same weights read each document with several windows; full attention is a window that holds the whole text.
 Keys and values are in float32. Every measurement is written at once to results/llama_window.jsonl, and none is made
-again; ``--write`` moves them all to llama_window.jsonl.xz. The tables have 95 % intervals over documents, by Student's
-t.
+again; ``--write`` moves them to llama_window.jsonl.xz, of each document and window the longest. The tables have 95 %
+intervals over documents, by Student's t.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from gecko.models.gecko import sharing_parameters
 
 BLOCK, MARKS = 512, 20
 """Tokens whose mean loss is kept, and measurements along the million tokens."""
-CELL = ("model", "kind", "document", "skip", "tokens", "chunk", "sinks")
+CELL = ("model", "kind", "document", "skip", "chunk", "sinks")
 """Fields that name a measurement; "model" is a name with a hash of the weights. Full attention has chunk 0."""
+MARK = ("model", "phase", "position")
 
 Row = dict[str, Any]
 
@@ -82,12 +83,12 @@ def measure(model: gecko.Gecko, tokens: Tensor, chunk: int, sinks: int) -> list[
     window = chunk or -(-len(tokens) // 2)
     reader = sharing_parameters(model, chunk_size=window, sinks=sinks, bfloat16_window=False)
     losses = torch.cat([torch.zeros(1), *(scored.losses for scored in score(reader, [tokens], piece=1024))])
-    return [round(float(mean), 5) for mean in losses.double().view(-1, BLOCK).mean(1)]
+    return [round(float(mean), 3) for mean in losses.double().view(-1, BLOCK).mean(1)]
 
 
 def windows(arguments: argparse.Namespace, path: Path, name: str, model: gecko.Gecko, tokenizer: Tokenizer) -> None:
     """Make the measurements that are not in the file yet."""
-    done = {tuple(row[key] for key in CELL) for row in measured(path) if "losses" in row}
+    done = {tuple(row[key] for key in CELL): len(row["losses"]) * BLOCK for row in measured(path) if "losses" in row}
     cells = [(chunk, sinks) for chunk in arguments.chunks for sinks in arguments.sinks]
     for kind, document, text in documents(arguments):
         tokens = torch.tensor(tokenizer.encode(text)[: arguments.tokens])
@@ -95,17 +96,20 @@ def windows(arguments: argparse.Namespace, path: Path, name: str, model: gecko.G
             raise SystemExit(f"{document} must hold --tokens {arguments.tokens}; it holds {len(tokens)} after --skip")
         for chunk, sinks in [(0, 0), *cells]:
             length = min(arguments.full, arguments.tokens) if chunk == 0 else arguments.tokens
-            cell = (name, kind, document, arguments.skip, length, chunk, sinks)
-            if cell not in done:
+            cell = (name, kind, document, arguments.skip, chunk, sinks)
+            if done.get(cell, 0) < length:
                 losses = measure(model, tokens[:length], chunk, sinks)
                 append(path, {**dict(zip(CELL, cell, strict=True)), "losses": losses})
 
 
 def measured(path: Path) -> list[Row]:
-    """Return the measurements of earlier pages, and those that were made since."""
+    """Return the measurements of earlier pages, and those that were made since: of each document and window the
+    longest, of each part of the million tokens the last."""
     packed = path.with_name(f"{path.name}.xz")
     with lzma.open(packed, "rt", encoding="utf-8") if packed.exists() else nullcontext([]) as lines:
-        return [*map(json.loads, lines), *(read_lines(path) if path.exists() else [])]
+        rows = [*map(json.loads, lines), *(read_lines(path) if path.exists() else [])]
+    rows.sort(key=lambda row: len(row.get("losses", ())))
+    return list({tuple(row[key] for key in (CELL if "losses" in row else MARK)): row for row in rows}.values())
 
 
 def append(path: Path, row: Row) -> None:
@@ -173,8 +177,17 @@ def window_rows(found: Sequence[Row]) -> Iterator[tuple[object, ...]]:
             )  # fmt: skip
 
 
+def million_rows(found: Sequence[Row]) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each phase of the million tokens, from its parts."""
+    for phase in dict.fromkeys(row["phase"] for row in found):
+        parts = sorted((row for row in found if row["phase"] == phase), key=lambda row: row["position"])
+        times, memory = ([row[key] for row in parts] for key in ("ms_per_token", "resident"))
+        halves = np.median(times[: len(times) // 2]), np.median(times[len(times) // 2 :])
+        yield phase, parts[-1]["position"], *halves, *(memory[i] / 1e6 for i in (0, (len(memory) - 1) // 2, -1))
+
+
 def page(found: Sequence[Row]) -> list[str]:
-    marks = {(row["phase"], row["position"]): row for row in found if "phase" in row}  # of several runs, the last
+    marks = [row for row in found if "phase" in row]
     parts = [
         "Nats per token, means over documents with 95 % intervals over them. Up to the window all are equal.",
         table(
@@ -184,10 +197,10 @@ def page(found: Sequence[Row]) -> list[str]:
         ),
     ]  # fmt: skip
     if marks:
-        rows = ((row["phase"], row["position"], str(row["ms_per_token"]), row["resident"] / 1e6, row["peak"] / 1e6)
-                for row in marks.values())  # fmt: skip
-        columns = ["", "position|,", "ms a token|>", "memory in use, MB|,.1f", "highest so far, MB|,.1f"]
-        parts += ["## Reading and decoding far into a text", table(columns, rows)]
+        columns = ["", "up to|,", "ms a token, median of the first half|.2f", "of the second half|.2f",
+                   "MB in use after the first part|,.0f", "the first half|,.0f", "all|,.0f"]  # fmt: skip
+        about = f"Measured in {MARKS} parts of equal length."
+        parts += ["## Reading and decoding far into a text", about, table(columns, million_rows(marks))]
     return parts
 
 
