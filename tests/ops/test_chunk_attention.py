@@ -69,6 +69,15 @@ def test_window_is_exactly_the_pattern(attention):
         assert seen == [_sees(attention, query, key) for key in range(37)]
 
 
+@pytest.mark.parametrize("attention", ["sliding_chunk", "chunk", "sliding_window"])
+def test_sinks_are_as_near_at_any_position(attention):
+    """Of equal chunks, all from the third on have equal outputs: the sinks do not move away from the window."""
+    q, k, v = (x.repeat(1, 1, 30, 1) for x in _inputs(C))
+    out, _ = chunk_attention(q, k, v, Pattern(C, attention, 100.0, sinks=2))
+    chunks = out.unflatten(2, (30, C))[:, :, 2:]
+    torch.testing.assert_close(chunks, chunks[:, :, :1].expand_as(chunks))
+
+
 def test_one_token_sees_itself():
     q, k, v = _inputs(1)
     torch.testing.assert_close(chunk_attention(q, k, v, Pattern(C))[0], v)

@@ -240,11 +240,11 @@ def _cema_tables(cema: CEMA) -> Tensor:
 
 
 def _turns(pattern: Pattern, config: GeckoConfig) -> Record:
-    """Return the angles of one step, and cosine and sine of those of positions 0 … 2c − 1, (2c, key / 2, 2)."""
+    """Return cosine and sine of the angles of positions 0 … 2c − 1, (2c, key / 2, 2)."""
     positions = torch.arange(2 * config.chunk_size, device="cpu")
     frequencies = pattern.frequencies(config.key_head_dim)
     phases = rotary_phases(positions, frequencies, torch.float32, torch.device("cpu"))
-    return {"frequencies": frequencies, "phases": torch.view_as_real(phases).contiguous()}
+    return {"phases": torch.view_as_real(phases).contiguous()}
 
 
 def _numbers(config: GeckoConfig) -> dict[str, int | float]:

@@ -22,7 +22,7 @@ from gecko.inference.packed_weights import _ONLY_IN_PYTORCH, PackedWeights, deco
 from gecko.inference.request import Request, Token
 from gecko.ops.backends.dispatch import Launch
 from gecko.ops.decoding import triton as steps
-from gecko.ops.decoding.triton_rows import choose_kernel, draw_kernel, turn_kernel
+from gecko.ops.decoding.triton_rows import choose_kernel, draw_kernel
 from gecko.state import GeckoState
 
 CHUNK = 4
@@ -303,19 +303,6 @@ def test_a_rounded_window_is_that_of_steps_in_pytorch() -> None:
     rings = [one.mixers[0].attention for one in (decoder.state(1), state)]
     assert torch.equal(rings[0].values[0], rings[1].values[1])
     assert float((rings[0].keys[0] != rings[1].keys[1]).float().mean()) < 0.01, "but where a last bit turns"
-
-
-def test_the_rotation_of_sinks_is_exact_at_any_position() -> None:
-    frequencies = torch.tensor([2.0, 1.0, 0.3, 1e-3, 1e-9, 0.0], dtype=torch.float64)
-    positions = torch.tensor([7, 9, 65_543, 1_000_007, 2**33 + 1])
-    turns = torch.full((len(positions), len(frequencies), 2), torch.nan)
-    Launch(turn_kernel, (len(positions),), {
-        "p_position": positions, "p_start": torch.full_like(positions, 7), "p_frequencies": frequencies,
-        "p_turns": turns, "pairs": len(frequencies), "width": 8,
-    }, 1).run()  # fmt: skip
-    angles = (positions - 7).double()[:, None] * frequencies
-    torch.testing.assert_close(turns, torch.stack([angles.cos(), angles.sin()], -1).float(), rtol=0, atol=3e-6)
-    torch.testing.assert_close(turns[:4], torch.stack([angles.cos(), angles.sin()], -1)[:4].float(), rtol=0, atol=2e-7)
 
 
 IN_PYTORCH: list[tuple[str, dict[str, Any]]] = [

@@ -5,8 +5,9 @@ Heads of queries may share heads of keys and values (grouped-query attention). T
 With context parallelism, the queries in the first chunk of a rank may see the last chunk of the previous rank.
 
 Sinks are the first tokens of a document, which stay visible after they have left the attention window.
-They are rotated at their own positions. Window and sinks share one softmax: with L = log Σ exp(score) over the window,
-and scores s_j of the sinks outside it,
+They are rotated at their own positions, and a query for them at its own or at 2c − 1, whichever is less: a Llama has
+learned no distances beyond its context, and none larger than those in the window are needed. Window and sinks share one
+softmax: with L = log Σ exp(score) over the window, and scores s_j of the sinks outside it,
     w = softmax(L, s_1, …, s_n),   out = w_0 · (output of the window) + Σ_j w_j v_j.
 """
 
@@ -159,7 +160,7 @@ class SinkPlaces(NamedTuple):
     visible: Tensor
     """(B, T, sinks) bool: whether the token has left the window of the query."""
     turns: Tensor
-    """(B, T, d / 2): phases by which a query is rotated for its sinks, its position in its document."""
+    """(B, T, d / 2): phases by which a query is rotated for its sinks."""
     seen: bool
     """Whether any query sees a sink."""
 
@@ -171,7 +172,7 @@ class SinkPlaces(NamedTuple):
         if pattern.attention == "sliding_window":
             first = position - chunk + 1
         visible = start[..., None] + torch.arange(pattern.sinks, device="cpu") < first[..., None]
-        turns = rotary_phases(position - start, pattern.frequencies(width), dtype, segments.device)
+        turns = rotary_phases(pattern.sink_turn(position - start), pattern.frequencies(width), dtype, segments.device)
         seen = torch.compiler.is_exporting() or bool(visible.any())  # an export chooses nothing by values
         return cls(_places(pattern, segments), to_device(visible, segments.device), turns, seen)
 
@@ -322,5 +323,6 @@ def _sinks_reference(
     first = position // chunk * chunk - pattern.lookback * chunk
     first = position - chunk + 1 if pattern.attention == "sliding_window" else first
     outside = start[:, None] + number < first[:, None]
-    scores = pattern.rotate(q, place[:, None]) @ keys.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    turned = pattern.rotate(q, pattern.sink_turn(place)[:, None])
+    scores = turned @ keys.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     return SinkTokens(keys, values), scores.masked_fill(~outside[:, None, None], -torch.inf)

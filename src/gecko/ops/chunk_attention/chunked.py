@@ -55,6 +55,10 @@ class Pattern:
         """Return the query's own slot in its window."""
         return place + self.lookback * self.chunk_size
 
+    def sink_turn(self, number: Tensor) -> Tensor:
+        """Return the position by which the query with this number in its document is rotated for the sinks."""
+        return number.clamp(max=2 * self.chunk_size - 1)
+
     def turned(self, heads: int) -> int:
         """Return how many of ``heads`` heads are rotated."""
         return heads if self.rope_heads is None else self.rope_heads

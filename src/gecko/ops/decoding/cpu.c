@@ -12,7 +12,6 @@ typedef struct {
     float *x, *mixed, *after, *normal, *averaged;                  // features
     float *shared, *value, *gate, *out;  // H · key, or queries and keys; H · value, three times
     float *hidden, *gated, *weight;      // hidden, twice; H · key
-    float *sink_phases;  // key: cosine and sine by which a query is rotated for the sinks
     float *own;  // of each thread: normal activations of all rows, an operand, the work memory of a head, and its memory
     int64_t own_size;
 } activations;
@@ -42,7 +41,7 @@ static int64_t carve(activations *a, float *room, const network *net, int64_t th
     struct { float **at; int64_t size; } parts[] = {
         {&a->x, features}, {&a->mixed, features}, {&a->after, features}, {&a->normal, features}, {&a->averaged, features},
         {&a->shared, padded(shared_size(net))}, {&a->value, value}, {&a->gate, value}, {&a->out, value},
-        {&a->hidden, hidden}, {&a->gated, hidden}, {&a->weight, key}, {&a->sink_phases, padded(net->key)},
+        {&a->hidden, hidden}, {&a->gated, hidden}, {&a->weight, key},
     };
     int64_t used = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
@@ -286,14 +285,16 @@ static void query_and_key(const network *net, const layer *l, int64_t head, cons
 
 // Queries and keys of one head, for attention rotated.
 static void queries_and_keys(const network *net, const layer *l, const place *at, int64_t head, const float *shared,
-                             const float *sink_phases, const head_room *room) {
+                             const head_room *room) {
     const int64_t size = net->key, all = net->heads * size, first = head * size;
     const int64_t turn = at->position - at->chunk_start;
+    // As far as the window reaches: a Llama has learned no distances beyond its context.
+    const int64_t from_start = least(at->number, 2 * net->chunk - 1);
     query_and_key(net, l, head, shared, room);
     if (head < net->rope_heads) {
         rotate(room->share, net->phases + turn * size, room->query[0], size);
         rotate(room->share, net->phases + (turn + net->chunk) * size, room->query[1], size);
-        if (at->sinks) rotate(room->share, sink_phases, room->query[2], size);
+        if (at->sinks) rotate(room->share, net->phases + from_start * size, room->query[2], size);
         rotate(room->memory_key, net->phases + turn * size, room->key, size);
         if (at->number < net->sinks) rotate(room->memory_key, net->phases + at->number * size, room->sink_key, size);
     } else {
@@ -333,7 +334,7 @@ static void mix_head(const worker *w, const layer *l, int64_t row, int64_t head,
     const int64_t values = padded(net->heads * net->value), first = row * values + head * net->value;
     float *v = w->a.value + row * values + head / shared_by(net) * net->value, *out = w->a.out + first;
     const float *shared = w->a.shared + row * padded(shared_size(net));
-    queries_and_keys(net, l, &at, head, shared, w->a.sink_phases + row * padded(net->key), room);
+    queries_and_keys(net, l, &at, head, shared, room);
     if (head % shared_by(net) == 0) keep_token(net, l, &at, head, part, room, v);
     attend(net, l, &at, head, part, room, v, out);
     for (int64_t i = part.begin; net->gate == GATED_ATTENTION && i < part.end; i++) out[i] *= w->a.gate[first + i];
@@ -441,24 +442,12 @@ static void run_block(const worker *w, const layer *l) {
 #pragma omp barrier
 }
 
-// Phases by which the query of each row is rotated for its sinks, by its position in its document.
-static void find_sink_phases(const worker *w) {
-    const network *net = w->net;
-    for (int64_t r = w->thread; net->sinks && r < w->batch->rows; r += w->threads)
-        for (int64_t i = 0; i < net->key / 2; i++) {
-            const double angle = (w->batch->position[r] - w->batch->document_start[r]) * net->frequencies[i];
-            float *to = w->a.sink_phases + r * padded(net->key) + 2 * i;
-            to[0] = cos(angle), to[1] = sin(angle);
-        }
-}
-
 static void run_network(const worker *w) {
     const network *net = w->net;
     const range part = features_of(w);
     for (int64_t r = 0; r < w->batch->rows; r++)
         read_embedding(net, w->batch->token[r], part, w->a.x + r * padded(net->features));
-    find_sink_phases(w);
-    if (net->steps_only || net->sinks) {
+    if (net->steps_only) {
 #pragma omp barrier
     }
     for (int64_t i = 0; i < net->layers; i++) run_block(w, net->layer + i);

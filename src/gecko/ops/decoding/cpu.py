@@ -70,7 +70,7 @@ class _NetworkStruct(ctypes.Structure):
             "averages", "gate", "hidden_branch", "silu_values", "page_bytes",
         )),
         *((name, c_double) for name in ("beta_mean", "beta_variance", "eps", "embedding_scale")),
-        *((name, c_void_p) for name in ("phases", "frequencies")),
+        ("phases", c_void_p),
         *((name, _Matrix) for name in ("embedding", "head")),
         ("final_norm", _RunningNorm),
         ("layer", POINTER(_Layer)),
@@ -97,7 +97,6 @@ _SHAPES = {
     "weight": f"{_HEADS} key", "key_sum": f"{_HEADS} key key", "value_sum": f"{_HEADS} key value",
     "previous_resets": "slots", "ffn_norm_scale": _VECTOR, "ffn_norm_shift": _VECTOR, "ffn_scale": _VECTOR,
     "fc1": "hidden features", "fc3": "hidden features", "fc2": "features hidden", "phases": "window turns pair",
-    "frequencies": "turns",
     "embedding": "vocabulary features", "head": "vocabulary features",
 }  # fmt: skip
 """Shapes of the tensors that C reads and writes, in sizes of the network, and of matrices without their padding."""
@@ -146,9 +145,7 @@ class Network:
         self._page_bytes, self._sizes = record["page_bytes"], _sizes(record)
         bfloat16 = {name: torch.bfloat16 for name in ("keys", "values") if record[f"{name}_are_bfloat16"]}
         bfloat16 |= {f"sink_{name}": dtype for name, dtype in bfloat16.items()}
-        self._dtypes = {
-            "count": torch.int64, "previous_resets": torch.bool, "frequencies": torch.float64, **bfloat16
-        }  # fmt: skip
+        self._dtypes = {"count": torch.int64, "previous_resets": torch.bool, **bfloat16}
         self._absent = _absent(record)
         layers = [self._filled(_Layer, layer) for layer in record.pop("layer")]
         self._layers = (_Layer * len(layers))(*layers)

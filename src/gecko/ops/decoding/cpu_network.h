@@ -44,7 +44,6 @@ typedef struct {
     int64_t page_bytes;  // from the state of one slot to the next in every tensor; 0: their slots lie side by side
     double beta_mean, beta_variance, eps, embedding_scale;
     const float *phases;        // (2c, key / 2, 2): cosine and sine of each position's angles
-    const double *frequencies;  // (key / 2,): angle of one step
     matrix embedding, head;
     running_norm final_norm;
     const layer *layer;

@@ -25,7 +25,6 @@ from gecko.ops.decoding.triton_rows import (
     choose_kernel,
     draw_kernel,
     embed_kernel,
-    turn_kernel,
 )
 from gecko.ops.timestep_norm.triton import decay_arguments
 
@@ -206,7 +205,7 @@ class Buffers:
         self.normal, self.normal_averaged = empty(features, dtype=dtype), empty(features, dtype=dtype)
         self.projected = empty(sum(_sizes(record["layer"][0]).values()))
         row = 2 * record["chunk"] + 16 * blocks(sinks, 16)  # of scores; wide loads begin at multiples of 16
-        self.scores, self.turns = empty(heads, row), empty(key // 2 if sinks else 0, 2)
+        self.scores = empty(heads, row)
         self.out, self.hidden = empty(value, dtype=dtype), empty(record["hidden"], dtype=dtype)
         vocabulary = record["vocabulary"] if self.page is None else 0
         self.logits, choices = empty(vocabulary), blocks(vocabulary, 4 * _drawn(vocabulary))
@@ -236,8 +235,6 @@ class Launches:
         the next one; the owner of pages has head and draw of its own."""
         net, a = self._net, self._buffers
         found = [self._embed(rows)]
-        if net["sinks"] and net["rope_heads"]:
-            found.append(self._turn(rows))
         for layer, projection, scale in zip(net["layer"], self._projection, self._scale, strict=True):
             found += self._block(rows, layer, projection, scale)
         counts = {"p_position": a.position, "p_count": net["final_norm"].get("count"), **self._pages}
@@ -267,13 +264,6 @@ class Launches:
             "p_token": a.token, "p_embedding": weight, "p_x": a.x, "scale": net["embedding_scale"],
             "vocabulary": net["vocabulary"], "features": net["features"], "stride": weight.shape[1], "block": block,
         }, 4)  # fmt: skip
-
-    def _turn(self, rows: int) -> Launch:
-        a, pairs = self._buffers, self._net["key"] // 2
-        return Launch(turn_kernel, (rows,), {
-            "p_position": a.position, "p_start": a.start, "p_frequencies": self._net["frequencies"],
-            "p_turns": a.turns, "pairs": pairs, "width": tile(pairs, 1),
-        }, 1)  # fmt: skip
 
     def _block(
         self, rows: int, layer: Record, projection: tuple[Tensor | None, Tensor], scale: Tensor
@@ -357,7 +347,7 @@ class Launches:
         previous, current = layer.get("previous", {}), layer.get("current", {})
         return Launch(heads_kernel, (rows, net["heads"], tasks), {
             **self._of_heads(), "p_scale": scale, "p_shift": layer.get("qk_shift"), "p_phases": net["phases"],
-            "p_turns": a.turns, "p_count": layer["norm"].get("count"), "p_keys": layer["keys"],
+            "p_count": layer["norm"].get("count"), "p_keys": layer["keys"],
             "p_sinks": layer.get("sink_keys"), "p_normaliser": layer.get("normaliser"),
             "p_previous_weight": previous.get("weight"), "p_previous_keys": previous.get("key_sum"),
             "p_previous_resets": layer.get("previous_resets"), "p_weight": current.get("weight"),

@@ -98,13 +98,14 @@ def _score(
 
 @triton.jit
 def _score_sinks(
-    query, own_key, p_turns, p_sinks, p_scores, head, keeps, number, seen, key: tl.constexpr, width: tl.constexpr,
-    rope_heads: tl.constexpr, sinks: tl.constexpr, slots: tl.constexpr,
+    query, own_key, p_phases, p_sinks, p_scores, head, keeps, number, seen, key: tl.constexpr, width: tl.constexpr,
+    chunk: tl.constexpr, rope_heads: tl.constexpr, sinks: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
     """Store the scores of the first ``seen`` sinks, and the token's key if it is one: token ``number`` of its document.
-    Both are rotated by that number."""
-    b_query = _turned(query, p_turns, 0, head, key, width, rope_heads)
-    b_own = _turned(own_key, p_turns, 0, head, key, width, rope_heads).to(p_sinks.dtype.element_ty)
+    Both are rotated by that number, but at most by the largest distance in the window."""
+    turn = tl.minimum(number, 2 * chunk - 1)
+    b_query = _turned(query, p_phases, turn, head, key, width, rope_heads)
+    b_own = _turned(own_key, p_phases, turn, head, key, width, rope_heads).to(p_sinks.dtype.element_ty)
     i_key = tl.arange(0, width)
     m_key = i_key < key
     tl.store(p_sinks + number * key + i_key, b_own, mask=m_key & keeps & (number < sinks))
@@ -177,7 +178,7 @@ def _summarise(
 
 @triton.jit
 def heads_kernel(
-    p_projected, p_scale, p_shift, p_phases, p_turns, p_position, p_start, p_count, p_keys, p_sinks, p_scores,
+    p_projected, p_scale, p_shift, p_phases, p_position, p_start, p_count, p_keys, p_sinks, p_scores,
     p_normaliser, p_previous_weight, p_previous_keys, p_previous_resets, p_weight, p_key_sum, p_read, p_share, p_rho,
     p_kept, p_entering, p_page, eps, projected: tl.constexpr, before: tl.constexpr, heads: tl.constexpr,
     key_heads: tl.constexpr, key: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr, attention: tl.constexpr,
@@ -229,8 +230,8 @@ def heads_kernel(
         if sinks > 0:
             p_first = state_of(p_sinks, p_page, row, key_heads * sinks * key, page_bytes) + own * (sinks * key)
             _score_sinks(
-                query, own_key, p_turns + row * (2 * (key // 2)), p_first, p_scores + 2 * chunk, head, keeps,
-                position - start, tl.minimum(first - start, sinks), key, width, rope_heads, sinks, sink_slots,
+                query, own_key, p_phases, p_first, p_scores + 2 * chunk, head, keeps, position - start,
+                tl.minimum(first - start, sinks), key, width, chunk, rope_heads, sinks, sink_slots,
             )  # fmt: skip
     else:
         if p_weight is not None:

@@ -1,4 +1,4 @@
-"""Triton kernels of a step by whole rows: embedding, norm and moving average, rotation for sinks, clock, next token.
+"""Triton kernels of a step by whole rows: embedding, norm and moving average, clock, next token.
 
 ``state_of`` and ``place_of`` say where a row is: its state in the slot of that number or in a page, and its token in
 document, chunk and window. States are changed in place. ``heads_kernel`` counts the step after ``average_kernel``.
@@ -152,28 +152,6 @@ def embed_kernel(p_token, p_embedding, p_x, scale, vocabulary: tl.constexpr, fea
     m = (i < features) & (token < vocabulary)
     b_x = tl.load(p_embedding + token * stride + i, mask=m, other=float("nan")).to(tl.float32)
     tl.store(p_x + row * features + i, b_x * scale, mask=i < features)
-
-
-@triton.jit
-def turn_kernel(p_position, p_start, p_frequencies, p_turns, pairs: tl.constexpr, width: tl.constexpr):
-    """Store cosine and sine of the angles of a token's number in its document, (pairs, 2). They are computed in
-    float64, as the number may be large: from the Taylor series of a quarter of the angle, at most π / 4."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, width)
-    number = (tl.load(p_position + row) - tl.load(p_start + row)).to(tl.float64)
-    b_turns = number * tl.load(p_frequencies + i, mask=i < pairs, other=0.0) * 0.15915494309189535  # 1 / 2π
-    b_turns -= (b_turns + 0.5).to(tl.int64).to(tl.float64)
-    b_x = b_turns * 1.5707963267948966
-    b_square = b_x * b_x
-    b_cosine, b_sine = tl.full([width], 1.0, tl.float64), tl.full([width], 1.0, tl.float64)
-    for term in tl.static_range(14, 0, -2):
-        b_cosine = 1 - b_square * (1 / (term * (term - 1))) * b_cosine
-        b_sine = 1 - b_square * (1 / (term * (term + 1))) * b_sine
-    b_sine *= b_x
-    for _ in tl.static_range(2):
-        b_cosine, b_sine = b_cosine * b_cosine - b_sine * b_sine, 2 * b_cosine * b_sine
-    p_pair = p_turns + (row * pairs + i) * 2
-    tl.store(p_pair, b_cosine.to(tl.float32), mask=i < pairs)
-    tl.store(p_pair + 1, b_sine.to(tl.float32), mask=i < pairs)
 
 
 @triton.jit
