@@ -295,7 +295,8 @@ def _factors_backward(
     grad_rho = torch.zeros_like(rho) if grad_rho is None else grad_rho
     grad_last = weights.new_zeros(rows, width) if grad_last is None else grad_last.contiguous()
     if not steps:
-        return grad_last.clone(), *map(torch.zeros_like, (grad_last, first_keys, weights, keys))
+        by_weight, by_first_keys, by_weights, by_keys = map(torch.zeros_like, (grad_last, first_keys, weights, keys))
+        return grad_last.clone(), by_weight, by_first_keys, by_weights, by_keys
     by_normaliser, by_weight, by_first_keys = (torch.empty_like(x) for x in (grad_last, grad_last, first_keys))
     by_weights, by_keys = _zeros_after(steps, weights), _zeros_after(steps, keys)
     _over_matrices(
