@@ -156,17 +156,16 @@ def _lay_kernel(
     skipped, chunk_size: tl.constexpr, width: tl.constexpr, to_ring: tl.constexpr, block_t: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    """Store to each row of ``out`` its token, rotated by its place in the chunk, or else its slot of the ring. The
-    second half of the programs stores queries to ``near``, and rotated by a chunk more to ``far``."""
+    """Store to each row of ``out`` its token, rotated by its place in the chunk, or else its slot of the ring. Every
+    second program stores queries to ``near``, and rotated by a chunk more to ``far``."""
     i_row = tl.program_id(1).to(tl.int64)
     i_out = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
-    i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
+    i_d = tl.program_id(2) // (1 if p_queries is None else 2) * block_d + tl.arange(0, block_d)
     queries, begin = False, 0
     if p_queries is not None:
-        queries = i_row >= tl.num_programs(1) // 2
+        queries = tl.program_id(2) % 2 == 1
         begin = tl.where(queries, skipped, 0)
         if queries:
-            i_row -= tl.num_programs(1) // 2
             p_x, p_out = p_queries, p_near
     offset = tl.load(p_offset + i_row // heads)
     i_token = i_out - offset
@@ -203,13 +202,12 @@ def _lay_backward_kernel(
     """Store the gradient of each token: that of its row on the grid, rotated back, and that of the row in ``far``."""
     i_row = tl.program_id(1).to(tl.int64)
     i_token = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
-    i_d = tl.program_id(2) * block_d + tl.arange(0, block_d)
+    i_d = tl.program_id(2) // (1 if p_by_queries is None else 2) * block_d + tl.arange(0, block_d)
     queries, begin = False, 0
     if p_by_queries is not None:
-        queries = i_row >= tl.num_programs(1) // 2
+        queries = tl.program_id(2) % 2 == 1
         begin = tl.where(queries, skipped, 0)
         if queries:
-            i_row -= tl.num_programs(1) // 2
             p_grad, p_out = p_grad_near, p_by_queries
     m_d = (i_d < width)[None, :]
     i_from = i_token + tl.load(p_offset + i_row // heads) - begin
@@ -278,7 +276,7 @@ def lay_backward(
         turned_heads=turned_heads, skipped=0 if near is None else rows - near.shape[2], chunk_size=chunk_size,
         width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
     )  # fmt: skip
-    grid = blocks(length, block_t), batch * heads * len(out), blocks(width, block_d)
+    grid = blocks(length, block_t), batch * heads, blocks(width, block_d) * len(out)
     Launch(_lay_backward_kernel, grid, arguments, warps=4).run()
     return out
 
@@ -345,7 +343,7 @@ def lay(
         p_offset=offset, p_shift=shift, rows=rows, length=length, heads=heads, turned_heads=turned_heads,
         skipped=skipped, chunk_size=chunk_size, width=width, to_ring=to_ring, block_t=block_t, block_d=block_d,
     )  # fmt: skip
-    grid = blocks(rows, block_t), batch * heads * (1 + (queries is not None)), blocks(width, block_d)
+    grid = blocks(rows, block_t), batch * heads, blocks(width, block_d) * (1 + (queries is not None))
     Launch(_lay_kernel, grid, arguments, warps=4).run()
     return out
 
