@@ -1,4 +1,5 @@
-"""Dry runs of large jobs on this machine: the plan's memory beside that of the step's code, seconds, and host memory.
+"""Dry runs of large jobs on this machine: the plan's memory beside that of the step's code, seconds, and host memory;
+and the plan's memory beside what the recorded steps of one H200 needed.
 
     python benchmarks/dry_run.py --write                       # gecko_7b on 256 GPUs; writes results/dry_run.md
     python benchmarks/dry_run.py --recipes gecko_1b gecko_7b
@@ -9,10 +10,19 @@ A separate process runs ``gecko plan RECIPE --verify`` for each recipe. Needs th
 from __future__ import annotations
 
 import json
+import lzma
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 
-from measuring import parsed, parser_of, publish, table
+from gpu.training import CAPTURED_STEP, equal_llama
+from measuring import RESULTS, parsed, parser_of, publish, table
+
+from gecko.models import LlamaConfig
+from gecko.plan import GPUS, Assumptions, make_plan
+from gecko.recipes import get_recipe
+from gecko.train import ParallelSettings
 
 
 def dry_run(recipe: str) -> tuple[object, ...]:
@@ -29,6 +39,31 @@ def dry_run(recipe: str) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def recorded_steps() -> Iterator[tuple[object, ...]]:
+    """Yield the rows of the recorded training steps that ``gecko train`` can make."""
+    recipe, alone = get_recipe("gecko_1b"), ParallelSettings(1, 1, 1)
+    for line in lzma.decompress((RESULTS / "nvidia_h200.jsonl.xz").read_bytes()).splitlines():
+        row = json.loads(line)
+        if row["table"] != "training":
+            continue
+        model = recipe.model if row["model"] == "gecko-1b" else equal_llama(recipe.model)
+        captured = row["form"] == CAPTURED_STEP
+        if captured and isinstance(model, LlamaConfig):
+            continue
+        run = replace(
+            recipe, model=model, parallel=alone, batch_size=row["rows"], sequence_length=row["length"],
+            gradient_accumulation_steps=1, precision="bfloat16", compile=False, capture=captured,
+            activation_checkpointing=row["recomputed"],
+        )  # fmt: skip
+        plan = make_plan(run, 1, GPUS["h200"], Assumptions())
+        peak, measured = plan.total - plan.memory["reserve"], row["memory"]
+        size = f"{row['rows']} × {row['length']:,}"
+        yield (
+            row["model"], row["form"], size, measured / 1e9, peak / 1e9, (peak - measured) / 1e9, plan.total / 1e9,
+            plan.total / measured - 1,
+        )  # fmt: skip
+
+
 def main() -> None:
     given = parsed(parser_of(__doc__, recipes=(["gecko_7b"], "names of recipes")))
     publish(
@@ -41,6 +76,13 @@ def main() -> None:
             ["recipe", "ranks run|>", "planned, GB|.2f", "dry run, GB|.2f", "difference|+.1%", "collectives|,",
              "groups|,", "sends|,", "compiled graphs", "seconds|.0f", "host memory, GB|.2f"],
             map(dry_run, given.recipes),
+        ),
+        "The plan of steps that were [recorded on one H200](nvidia_h200.md), and the most memory that PyTorch's "
+        "allocator had given out in them.",
+        table(
+            ["model", "form", "rows × tokens", "measured, GB|.2f", "planned without reserve, GB|.2f",
+             "difference, GB|+.2f", "planned with reserve, GB|.2f", "above measured|+.1%"],
+            recorded_steps(),
         ),
     )  # fmt: skip
 

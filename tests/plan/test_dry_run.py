@@ -1,7 +1,6 @@
 """A dry run measures memory, to the byte also of deep models, and checks communication as they are in training."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 import gecko
 from gecko.models import LlamaConfig, ModelConfig
 from gecko.models.gecko import Block
+from gecko.ops.backends.dispatch import CustomOp
+from gecko.ops.chunk_attention import Pattern, chunk_attention
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPUS, Assumptions, Plan, make_plan
 from gecko.plan.device import DEVICE, FakeGPU, MemoryLedger, Trace, check_traces
@@ -93,13 +94,11 @@ def test_a_rank_that_skips_a_collective_in_its_code_is_found(
 
 def test_memory_of_one_more_saved_tensor_with_operators_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(SMALL, ALONE, batch_size=2, precision="float32")
-    seen = set()
+    seen, call = set(), CustomOp.__call__
     with pytest.MonkeyPatch.context() as patch:
-        named = partial(FakeGPU, lambda operation, *_: seen.add(str(operation)))
-        patch.setattr("gecko.plan.dry_run.FakeGPU", named)
+        patch.setattr(CustomOp, "__call__", lambda op, *given: seen.add(op.registered._name) or call(op, *given))
         before = dry_step(run, ALONE, 0)[0].peak()
-    names = ("cema", "timestep_norm", "attend_grid", "memory_read", "swiglu", "cross_entropy")
-    assert {f"gecko.{name}.default" for name in names} <= seen
+    assert {"cema", "timestep_norm", "attend_grid", "memory_read", "swiglu", "cross_entropy"} <= seen
     forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda block, x, *rest: forward(block, x * x.detach().clone(), *rest))
     layers, saved = 2, 4 * 2 * run.sequence_length * run.model.model_dim
@@ -118,6 +117,23 @@ def test_memory_of_a_layer_is_exact() -> None:
         buffer = torch.empty(3 * 64, 256, device=DEVICE)
     assert ledger.peak().total == 4 * (256 * 256 + 64 * 256 + 3 * 64 * 256)
     assert len(y) + len(buffer) == 4 * 64
+
+
+def test_memory_inside_an_operator_is_counted() -> None:
+    """Attention writes the weights of its windows, and frees them before it returns."""
+    ledger, chunk, chunks = MemoryLedger(), 2048, 4
+    with FakeGPU(ledger.see).running():
+        q, k, v = (torch.empty(1, 1, chunks * chunk, n, dtype=torch.bfloat16, device=DEVICE) for n in (256, 256, 2048))
+        out, _ = chunk_attention(q, k, v, Pattern(chunk))
+    assert out.shape == v.shape
+    assert ledger.peak().total - ledger.in_use >= v.itemsize * (2 * chunks - 1) * chunk**2
+
+
+def test_gradients_that_a_graph_adds_into_exist_all_along() -> None:
+    run = run_of(SMALL, ALONE)
+    plain, captured = (dry_step(replace(run, capture=capture), ALONE, 0)[0].peak() for capture in (False, True))
+    gradients = sum(x.numel() for x in gecko.Gecko(SMALL).parameters()) * 4
+    assert captured.uses["gradients"] == pytest.approx(gradients, rel=1e-2) != plain.uses.get("gradients", 0)
 
 
 def test_the_plan_is_verified(steps: dict[int, tuple[MemoryLedger, Trace]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import permutations, zip_longest
 from typing import Any, NamedTuple
@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gecko.runtime.private import active_fake_mode, fake_tensors, group_of_collective
+from gecko.ops.backends import dispatch
+from gecko.runtime.private import active_fake_mode, dispatch_modes, fake_tensors, group_of_collective
 
 DEVICE = torch.device("cpu")
 """Where tensors of the device are for PyTorch."""
@@ -61,9 +62,19 @@ class FakeGPU(TorchDispatchMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context in which code uses the device."""
-        on_gpu = patch.object(self._module.FakeTensor, "is_cuda", True, create=True)
-        capability = patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # broadcasts ask for it
-        with self._fakes, on_gpu, capability, self:
+        fake = self._module.FakeTensor
+        patches = [
+            patch.object(fake, "is_cuda", True, create=True),
+            patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),  # broadcasts ask for it
+            # Operators do what they do where no mode watches, and what they allocate inside is seen.
+            patch.object(dispatch, "dispatch_modes", lambda: dispatch_modes() - 2),
+            patch.object(dispatch, "PLAIN", (*dispatch.PLAIN, fake)),
+            patch.object(dispatch, "_cpu_kernels_installed", lambda: False),
+            patch.object(dispatch.Launch, "run", lambda launch: None),
+        ]
+        with ExitStack() as stack:
+            for context in (self._fakes, *patches, self):
+                stack.enter_context(context)
             yield
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

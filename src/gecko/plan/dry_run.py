@@ -40,7 +40,7 @@ from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.train import Run, ScheduleSettings
 from gecko.train.model import compile_block, configured
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import CarriedState, SpikeRule, Step, carried_state, split_batch
+from gecko.train.step import CarriedState, SpikeRule, Step, carried_state, compute_gradients, split_batch
 
 T = TypeVar("T")
 
@@ -132,10 +132,15 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    captured = None
+    if run.capture:  # graphs add into gradients that stay where they are
+        captured = partial(compute_gradients, model, precision=run.precision)
+        ledger.mark((x.grad for x in model.parameters()), device.GRADIENTS)
+    else:
+        optimizer.zero_grad(set_to_none=True)
     _watch_parts(model, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
-    step = Step(model, optimizer, run.optimizer.clip, run.precision, rule, ranks, carried)
+    step = Step(model, optimizer, run.optimizer.clip, run.precision, rule, ranks, carried, captured)
     _mark_carried(carried, ledger)
     ledger.use, ledger.moment = device.WORK, FORWARD
     ledger.restart()
