@@ -10,9 +10,9 @@ INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 
 # After the tests, two of these run side by side, the longest first: installations wait for the network, and some use one
 # processor.
-STAGES := test-vllm test-compiled test-simulated test-docs test-first-hour test-hf-oldest test-hf-newest test-upstream docs
+STAGES := test-vllm test-compiled test-simulated test-docs test-first-hour test-hf-oldest test-upstream docs
 
-.PHONY: demo test ci test-style test-package test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-hf-newest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-first-hour test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
+.PHONY: demo test ci test-style test-package test-attacks test-compiled test-kernels test-kernels-oldest test-simulated test-hf-oldest test-upstream test-vllm test-vllm-serve test-vllm-newest test-gpu test-sanitized test-first-hour test-docs release-check docs faults masks bench bench-llama-cpp bench-demo bench-gpu bench-vllm clean
 
 demo: .venv/demo  ## Train a tiny model for six minutes, evaluate it, and write runs/demo/report.html
 	$(BIN)/gecko train tiny --out runs/demo --resume
@@ -64,11 +64,11 @@ test-sanitized: .venv/test  ## Run the tests of operators and decoding with the 
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=tests $(BIN)/pytest -p support.sanitized \
 		--ignore tests/ops/test_cpu_memory.py tests/ops tests/inference tests/models/test_weights.py
 
-test-hf-oldest test-hf-newest: test-hf-%: build/transformers-%/ready  ## Run the tests that need transformers with the oldest supported and the newest version
-	PYTHONPATH=build/transformers-$* $(BIN)/pytest -n auto tests/hf tests/models/test_llama.py
+test-hf-oldest: build/transformers-oldest/ready  ## Run the tests that need transformers with the oldest supported version
+	PYTHONPATH=build/transformers-oldest $(BIN)/pytest -n auto tests/hf tests/models/test_llama.py
 
 test-upstream: .venv/upstream  ## Run the common and training tests of the newest transformers on Gecko
-	PYTHONPATH=build/transformers-newest $(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \
+	PYTHONPATH=build/upstream $(BIN)/pytest -n 2 -W ignore --override-ini addopts='-q --import-mode=importlib --tb=line' \
 		tests/upstream/suite.py
 
 test-vllm: .venv-vllm/test  ## Run Gecko in vLLM on the CPU
@@ -144,12 +144,13 @@ clean:
 	$(INSTALL) --editable '.[dev]'
 	touch $@
 
-.venv/upstream: .venv/simulated build/transformers-newest/ready  # one installation at a time in .venv; upstream's tests import parameterized, and need an __init__.py to be a package
+.venv/upstream: .venv/simulated  # one installation at a time in .venv; upstream's tests import parameterized, and need an __init__.py to be a package
 	$(INSTALL) parameterized
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --constraint constraints-newest.txt \
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --constraint constraints.txt \
 		--no-binary transformers --no-deps --dest build transformers
-	tar -C build/transformers-newest --strip-components 1 --wildcards -xzf build/transformers-*.tar.gz '*/tests'
-	touch build/transformers-newest/tests/__init__.py $@
+	mkdir -p build/upstream
+	tar -C build/upstream --strip-components 1 --wildcards -xzf build/transformers-*.tar.gz '*/tests'
+	touch build/upstream/tests/__init__.py $@
 
 .venv/simulated: .venv/test
 	$(INSTALL) --no-deps --ignore-requires-python ttsem==0.1.0
@@ -175,9 +176,9 @@ clean:
 	$(PYTHON) tests/support/vllm_install.py .venv-vllm --editable '.[eval,serve]' accelerate hypothesis psutil pytest pytest-timeout tenacity torchao
 	touch $@
 
-build/transformers-%/ready: .venv/test constraints-%.txt  # beside the pinned versions, so without the constraints
-	rm -rf build/transformers-$*
-	$(BIN)/python $(PIP) --no-deps --target build/transformers-$* --requirement constraints-$*.txt
+build/transformers-oldest/ready: .venv/test constraints-oldest.txt  # beside the pinned versions, so without the constraints
+	rm -rf build/transformers-oldest
+	$(BIN)/python $(PIP) --no-deps --target build/transformers-oldest --requirement constraints-oldest.txt
 	touch $@
 
 build/triton-3.6/ready: .venv/test  # beside the pinned version, so without the constraints

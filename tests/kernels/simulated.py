@@ -11,9 +11,10 @@ were named.
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import cache
 
 import pytest
-from ttsem import _fakedriver, sanitize
+from ttsem import _fakedriver, mlir, sanitize
 
 CAPABILITY = 90
 
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    mlir.parse = cache(mlir.parse)  # else every launch parses its kernel again; what is parsed is only read
     with sanitize.session(CAPABILITY, "<pytest>", cuda_is_cpu=False) as simulation:
         _fakedriver.unstub_torch_cuda()  # opcheck calls torch.cuda itself
         try:
