@@ -3,7 +3,8 @@
     python benchmarks/capacity.py --jobs 2       # rates, then the grid, then more seeds at the edge; prints the table
     python benchmarks/capacity.py --only linear  # some forms
 
-The same command continues after an interruption: every ended run adds a line to ``results/evidence/capacity.csv``.
+The same command continues after an interruption: every ended run adds a line to ``results/evidence/capacity.csv``,
+which ``evidence.py --write`` packs.
 
 **Task.** Associative recall (MQAR) with two chunks of token 0 between pairs and queries: no query sees a pair by
 attention, and one layer passes nothing on, so only the memory (or CEMA) can answer. ``no memory`` is the check. The

@@ -24,7 +24,7 @@ import order_by_size
 import retrieval
 from measuring import parser_of
 from measuring import table as markdown
-from tables import Interval, best, over_seeds
+from tables import Interval, best, over_seeds, pack
 
 from gecko.eval.results import wilson
 
@@ -339,6 +339,8 @@ def marked() -> Iterator[tuple[str, str, str]]:
 
 def main() -> None:
     given = parser_of(__doc__).parse_args()
+    if given.write:
+        pack()
     parts = list(marked())
     print(parts[0][1])
     if given.write:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import lzma
 import math
 import multiprocessing
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -74,8 +75,8 @@ class Table:
         if not self._path.is_file():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.add([columns])
-        with self._path.open(encoding="utf-8", newline="") as file:
-            if (found := next(csv.reader(file), [])) != list(columns):
+        for text in _texts(name):
+            if (found := next(csv.reader(text.splitlines()), [])) != list(columns):
                 raise ValueError(f"{self._path} must have the columns {', '.join(columns)}; it has {', '.join(found)}.")
 
     def add(self, lines: Sequence[Sequence[object]]) -> None:
@@ -131,10 +132,27 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return given
 
 
+def _texts(table: str) -> Iterator[str]:
+    """Yield the packed file of a table and the one with lines of later runs, those that exist."""
+    path = RESULTS / table
+    if (packed := path.with_name(f"{table}.xz")).is_file():
+        yield lzma.decompress(packed.read_bytes()).decode()
+    if path.is_file():
+        yield path.read_text(encoding="utf-8")
+
+
 def rows_of(table: str) -> list[dict[str, str]]:
     """Return the lines of a table of results; none if it was not made yet."""
-    path = RESULTS / table
-    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else []
+    return [row for text in _texts(table) for row in csv.DictReader(text.splitlines())]
+
+
+def pack() -> None:
+    """Move the lines of all tables to packed files, which are part of the repository."""
+    for path in RESULTS.glob("*.csv"):
+        header, *first = "".join(_texts(path.name)).splitlines(keepends=True)
+        lines = "".join([header, *(line for line in first if line != header)]).encode()
+        path.with_name(f"{path.name}.xz").write_bytes(lzma.compress(lines, preset=9 | lzma.PRESET_EXTREME))
+        path.unlink()
 
 
 def trained(recipe: str, overrides: Sequence[str], folder: Path) -> tuple[Path | None, tuple[str, str, str]]:

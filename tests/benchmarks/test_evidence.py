@@ -211,6 +211,20 @@ def test_a_run_that_fails_costs_no_other(results: Path, monkeypatch: pytest.Monk
         tables.Table("x.csv", ("name", "other"))
 
 
+def test_packed_lines_come_before_those_of_later_runs(results: Path) -> None:
+    for value in range(3):
+        tables.Table("x.csv", ("name", "value")).add([("a, b", value)])
+        tables.pack()
+        assert [path.name for path in results.iterdir()] == ["x.csv.xz"]
+    tables.Table("x.csv", ("name", "value")).add([("c", 3)])
+    assert [(row["name"], row["value"]) for row in tables.rows_of("x.csv")] == [
+        *(("a, b", str(value)) for value in range(3)), ("c", "3")
+    ]  # fmt: skip
+    (results / "x.csv").unlink()
+    with pytest.raises(ValueError, match="must have the columns name, other; it has name, value"):
+        tables.Table("x.csv", ("name", "other"))
+
+
 def test_ctrl_c_gives_up_runs_that_have_not_begun(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
     ended, begun = Event(), list[str]()
