@@ -139,7 +139,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
             kwargs[CACHE] = cache
         if isinstance(cache, GeckoCache) and ids is not None and kwargs.get("inputs_embeds") is None:
             cache.check(ids)
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        return super().generate(inputs, *args, **kwargs)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse ``generate_batch``, which calls this method."""
@@ -161,7 +161,7 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs; transformers looks for the name ``inputs_embeds`` here."""
         kwargs.pop("tokenizer", None)  # which transformers passes on from the arguments of ``generate``
-        prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         if CACHE in prepared:  # under its older name PEFT knows whether a trained prompt was read
             prepared["past_key_values"] = prepared.pop(CACHE)
         return prepared
