@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 from gecko.ops.backends import dispatch
 from gecko.runtime.private import active_fake_mode, dispatch_modes, fake_tensors, group_of_collective
@@ -79,11 +79,13 @@ class FakeGPU(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
+        if operation.namespace == "prim":
+            return operation(*arguments)  # asks for a device; of all operations every second one
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it computes with its local tensors, which come here
         if active_fake_mode() is not self._fakes:
             return operation(*arguments, **options)  # DTensor asks for a shape
-        given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+        given = [x for x in arg_tree_leaves(*arguments, **options) if isinstance(x, Tensor)]
         on_device, device = [is_on_device(x) for x in given], options.get("device")
         result: Any
         if any(on_device) and operation in _READS:

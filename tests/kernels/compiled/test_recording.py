@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +19,8 @@ from torch import Tensor
 from gecko import Gecko, GeckoConfig
 from gecko.inference.packed_weights import PackedWeights
 from gecko.models import meta_model
-from gecko.ops.backends import dispatch
 from gecko.ops.backends.dispatch import Launch
 from gecko.plan.device import DEVICE, FakeGPU
-from gecko.runtime.private import fake_tensors
 from gecko.state import GeckoState
 from gecko.train.model import use_float8
 
@@ -49,16 +48,11 @@ def recorded(config: GeckoConfig, precision: str, call: Call, dtype: torch.dtype
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Return a function that returns the launches on a device that computes nothing, which ``gecko plan`` uses. Its
     tensors are on a GPU, and those of the host are not."""
-    found: list[Any] = []
-    gpu = FakeGPU()
-    monkeypatch.setattr(Launch, "run", lambda launch: found.append(described(launch)))
-    monkeypatch.setattr(dispatch, "is_watched", lambda: False)
-    monkeypatch.setattr(dispatch, "_cpu_kernels_installed", lambda: False)
-    monkeypatch.setattr(dispatch, "PLAIN", (*dispatch.PLAIN, fake_tensors().FakeTensor))
     monkeypatch.setattr(Gecko, "fingerprint", lambda _: "")  # of numbers, which there are not
 
     def launched(config: GeckoConfig, precision: str, call: Call) -> list[Any]:
-        with gpu.running():
+        found: list[Any] = []
+        with FakeGPU().running(), patch.object(Launch, "run", lambda launch: found.append(described(launch))):
             model = meta_model(config).to_empty(device=DEVICE)
             model.tie()
             use_float8(model, precision)
