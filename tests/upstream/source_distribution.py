@@ -7,9 +7,7 @@ import sys
 import types
 from pathlib import Path
 
-import transformers
-
-TESTS = Path(transformers.__file__).parents[1] / "tests"
+TESTS = Path(__file__).parents[2] / "build/upstream/tests"
 PACKAGE = "transformers_tests"
 
 LEFT_OUT = {

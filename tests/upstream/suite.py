@@ -3,7 +3,7 @@
 ``make test-upstream`` downloads the source distribution of the installed version and runs this file:
 ``ModelTesterMixin`` of ``test_modeling_common.py``, ``TrainingTesterMixin`` of ``test_training_mixin.py`` and
 ``ConfigTester`` of ``test_configuration_common.py``. Source distributions contain the files ``tests/test_*.py`` only,
-in 5.23.0 as in 5.22, 5.21, 5.0 and 4.57.1. The generation tests, ``tests/generation/test_utils.py``, are in no
+in 5.24.0 as in 5.23, 5.22, 5.21, 5.0 and 4.57.1. The generation tests, ``tests/generation/test_utils.py``, are in no
 distribution and do not run; ``tests/hf/test_generate.py`` tests generation.
 
 ``not_passing.py`` lists the tests that fail or are skipped, each with the reason.
