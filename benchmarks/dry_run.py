@@ -78,7 +78,8 @@ def main() -> None:
             map(dry_run, given.recipes),
         ),
         "The plan of steps that were [recorded on one H200](nvidia_h200.md), and the most memory that PyTorch's "
-        "allocator had given out in them.",
+        "allocator had given out in them. Recorded rows are one document; those of a plan hold several, for which a "
+        "Llama keeps a mask.",
         table(
             ["model", "form", "rows × tokens", "measured, GB|.2f", "planned without reserve, GB|.2f",
              "difference, GB|+.2f", "planned with reserve, GB|.2f", "above measured|+.1%"],
