@@ -293,7 +293,7 @@ def test_a_run_that_goes_on_names_the_code_of_all_its_sessions(tmp_path: Path, m
 
 
 def test_no_kept_result_is_of_changed_code() -> None:
-    names = [path.name for path in tables.RESULTS.glob("*.csv")]
+    names = "capacity.csv", "ladder.csv", "ladder_rates.csv", "past.csv"
     commits = [row["commit"] for name in names for row in tables.rows_of(name)]
     assert len(commits) > 40 and not [commit for commit in commits if "-" in commit]
 
