@@ -10,12 +10,12 @@ A separate process runs ``gecko plan RECIPE --verify`` for each recipe. Needs th
 from __future__ import annotations
 
 import json
-import lzma
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gpu.record import Record
 from gpu.training import CAPTURED_STEP, equal_llama
 from measuring import RESULTS, parsed, parser_of, publish, table
 
@@ -42,10 +42,7 @@ def dry_run(recipe: str) -> tuple[object, ...]:
 def recorded_steps() -> Iterator[tuple[object, ...]]:
     """Yield the rows of the recorded training steps that ``gecko train`` can make."""
     recipe, alone = get_recipe("gecko_1b"), ParallelSettings(1, 1, 1)
-    for line in lzma.decompress((RESULTS / "nvidia_h200.jsonl.xz").read_bytes()).splitlines():
-        row = json.loads(line)
-        if row["table"] != "training":
-            continue
+    for row in Record(RESULTS / "nvidia_h200.jsonl.xz").rows("training"):
         model = recipe.model if row["model"] == "gecko-1b" else equal_llama(recipe.model)
         captured = row["form"] == CAPTURED_STEP
         if captured and isinstance(model, LlamaConfig):

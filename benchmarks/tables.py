@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 import gecko
+from gecko.io.files import whole_file
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.runtime.process import code_version, keep_freed_memory, processor_name
 from gecko.train import NonFiniteError, train
@@ -149,9 +150,11 @@ def rows_of(table: str) -> list[dict[str, str]]:
 def pack() -> None:
     """Move the lines of all tables to packed files, which are part of the repository."""
     for path in RESULTS.glob("*.csv"):
-        header, *first = "".join(_texts(path.name)).splitlines(keepends=True)
-        lines = "".join([header, *(line for line in first if line != header)]).encode()
-        path.with_name(f"{path.name}.xz").write_bytes(lzma.compress(lines, preset=9 | lzma.PRESET_EXTREME))
+        # Each line once: the header of both files, and lines that were packed before a kill.
+        lines = dict.fromkeys("".join(_texts(path.name)).splitlines(keepends=True))
+        packed = lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
+        with whole_file(path.with_name(f"{path.name}.xz")) as temporary:
+            temporary.write_bytes(packed)
         path.unlink()
 
 

@@ -11,12 +11,15 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple, get_args
 
+import torch
+
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.counts import FLOAT, HALF, counts_of, group_sizes, state_memory, step_memory
 from gecko.plan.device import GRADIENTS, KEPT, LOSS, OPTIMIZER, PARAMETERS, WORK
 from gecko.records import unknown_name
+from gecko.train.capture import check_capture
 from gecko.train.run import Run
 from gecko.train.throughput import PEAK_FLOPS, flops_per_token
 
@@ -167,11 +170,13 @@ class Plan:
 
 
 def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
-    """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, or the
-    batch cannot be divided among them."""
+    """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, the batch
+    cannot be divided among them, or training refuses them."""
     for name, value in vars(assumptions).items():
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
+    if run.capture:
+        check_capture(torch.device("cuda"), gpus)
     mesh, remedy = run.parallel, "--gpus: with parallel.replicate=1 parallel.shard=none a multiple of context"
     return Plan(run, gpu, MeshSizes.of(gpus, mesh.replicate, mesh.shard, mesh.context, remedy), assumptions)
 
