@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
@@ -96,20 +96,11 @@ def named_parts(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if type(module) in MODULES:
-                named = _named(module.forward, MODULES[type(module)])
+                named = record_function(_PREFIX + MODULES[type(module)])(module.forward)
                 stack.enter_context(patch.object(module, "forward", named))
         for target, part in FUNCTIONS.items():
-            stack.enter_context(patch(target, _named(resolve_name(target), part)))
+            stack.enter_context(patch(target, record_function(_PREFIX + part)(resolve_name(target))))
         yield
-
-
-def _named(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-    @wraps(function)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with record_function(_PREFIX + part):
-            return function(*args, **kwargs)
-
-    return named
 
 
 def shares(events: list[Any]) -> tuple[Counter[tuple[str, str]], Counter[str]]:

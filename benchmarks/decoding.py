@@ -8,17 +8,19 @@ Without --text the bytes are random, without --model the weights are random; nei
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import torch
-from measuring import described, in_turns, parsed, parser_of, peak, publish, resident, seconds_of, table
+from measuring import byte_tokens, described, in_turns, parsed, parser_of, peak, publish, resident, seconds_of, table
 from torch import Tensor
 
 import gecko
+from gecko.eval.scored_model import Cursor
 from gecko.inference import Prefill, Sampling, TokenStream, piece_length, read
 
 CURVE_POINTS = 20
@@ -27,30 +29,15 @@ ROUNDS = 9
 WARM_UP_PIECES = 24
 
 
-class Source:
-    """Gives exact numbers of bytes, as ids: the files repeated, or random bytes."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._pieces, self._held = self._read(texts), torch.empty(0, dtype=torch.int64)
-
-    def _read(self, texts: Sequence[str]) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        for path in cycle(texts or [""]):
-            if path:
-                yield from torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8).split(1 << 16)
-            else:
-                yield torch.randint(0, 256, (1 << 16,), generator=generator)
-
-    def take(self, count: int) -> Iterator[Tensor]:
-        while count > 0:
-            if not len(self._held):
-                self._held = next(self._pieces).long()
-            part, self._held = self._held[:count], self._held[count:]
-            count -= len(part)
-            yield part
+def endless(texts: Sequence[str]) -> Cursor:
+    """Return a reader of bytes as ids: of the files repeated, or of random ones."""
+    if texts:
+        return Cursor(byte_tokens([Path(path) for path in texts], sys.maxsize))
+    generator = torch.Generator().manual_seed(0)
+    return Cursor(torch.randint(0, 256, (1 << 16,), generator=generator) for _ in count())
 
 
-def decoding(model: gecko.Gecko, source: Source, up_to: int, tokens: int) -> Iterator[tuple[int, ...]]:
+def decoding(model: gecko.Gecko, source: Cursor, up_to: int, tokens: int) -> Iterator[tuple[int, ...]]:
     """Yield position, milliseconds, memory, highest memory and state at 1, 2, 5 · 10^k positions from 1,000 on."""
     steps = (factor * 10**power for power in range(3, 10) for factor in (1, 2, 5))
     state, before = None, 0
@@ -66,10 +53,10 @@ def decode(model: gecko.Gecko, reading: Prefill, tokens: int) -> float:
     return 1e3 * statistics.median(seconds_of(lambda: next(stream)) for _ in range(tokens))
 
 
-def streaming(model: gecko.Gecko, source: Source, length: int) -> list[tuple[int, float, int, int]]:
+def streaming(model: gecko.Gecko, source: Cursor, length: int) -> list[tuple[int, float, int, int]]:
     """Read ``length`` tokens in one call; return position, seconds, memory and highest memory along the way."""
     points, begin = [], time.perf_counter()
-    ends = [length * count // CURVE_POINTS for count in range(CURVE_POINTS + 1)]
+    ends = [length * point // CURVE_POINTS for point in range(CURVE_POINTS + 1)]
 
     def watched() -> Iterator[Tensor]:
         for last, end in pairwise(ends):
@@ -92,9 +79,9 @@ def main() -> None:
     model = gecko.load(given.model) if given.model else gecko.Gecko(gecko.GeckoConfig.preset(given.preset))
     # First calls are slower, and the allocator needs some pieces to settle.
     decode(model, read(model, [torch.zeros(WARM_UP_PIECES * piece_length(model.config), dtype=torch.int64)]), 20)
-    points = list(decoding(model, Source(given.text), given.up_to, given.tokens))
-    streamed = streaming(model, Source(given.text), given.stream)
-    text = torch.cat(list(Source(given.text).take(4 * max(PIECES))))
+    points = list(decoding(model, endless(given.text), given.up_to, given.tokens))
+    streamed = streaming(model, endless(given.text), given.stream)
+    text = torch.cat(list(endless(given.text).take(4 * max(PIECES))))
     pieces = {size: partial(seconds_of, partial(read, model, [text], piece=size)) for size in PIECES}
     (first, first_ms, least, *_), (last, last_ms, most, *_) = points[0], points[-1]
     (start, _, low, low_peak), (end, _, high, high_peak) = streamed[0], streamed[-1]

@@ -14,7 +14,6 @@ from typing import Any
 import kept
 from measuring import table
 
-from gecko.eval.results import wilson
 from gecko.experiments.rows import grouped
 
 FOLDER = kept.FOLDER / "diagnose"
@@ -40,7 +39,7 @@ def page() -> str:
 def _operator_alone(scores: Sequence[dict[str, Any]]) -> list[str]:
     n = scores[0]["n"]
     cells = grouped(scores, lambda score: tuple(score["where"].values())).items()
-    shown = {case: f"{_share(round(n * one['value']), n)} ({two['value']:.2g})" for case, (one, two) in cells}
+    shown = {case: f"{kept.share(round(n * one['value']), n, 2)} ({two['value']:.2g})" for case, (one, two) in cells}
     rows = grouped(shown, lambda case: case[:2])
     lengths = [f"length {length:g}|>" for *_, length in next(iter(rows.values()))]
     return [
@@ -65,7 +64,7 @@ def _trained() -> list[str]:
         near, far = (_pooled(of, is_far) for is_far in (False, True))
         seeds, n = ", ".join(str(record["seed"]) for record in of), f"{near[1]:,} and {far[1]:,}"
         guessing = of[0]["settings"]["guessing"]
-        rows.append((task, ", ".join(changes), seeds, _share(*near), _share(*far), n, guessing))
+        rows.append((task, ", ".join(changes), seeds, kept.share(*near, 2), kept.share(*far, 2), n, guessing))
     places = "0 or 1 chunks away|>", f"{FAR} or more chunks away|>"
     columns = ["task", "changes", "seeds", *places, "n|>", "guessing|.3f"]
     return ["## Trained from scratch", f"`gecko eval diagnose TASK {' '.join(common)}`", table(columns, rows)]
@@ -77,16 +76,8 @@ def _pooled(records: Sequence[dict[str, Any]], far: bool) -> tuple[int, int]:
     return kept.pooled(score for distance, score in distances if distance != "any" and (distance >= FAR) is far)
 
 
-def _share(hits: int, total: int) -> str:
-    if total == 0:
-        return "none"
-    interval = wilson(hits, total)
-    return f"{hits / total:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
-
-
 def beyond_window(record: Mapping[str, Any]) -> float:
     """Return the accuracy of questions 2 and more chunks after their pairs."""
-    scores = [
-        one for one in record["scores"] if str(one["where"]["chunks before the question"]) not in ("any", "0", "1")
-    ]
+    place = "chunks before the question"
+    scores = [one for one in record["scores"] if str(one["where"][place]) not in ("any", "0", "1")]
     return sum(one["value"] * one["n"] for one in scores) / sum(one["n"] for one in scores)

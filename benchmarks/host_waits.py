@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from measuring import parsed, parser_of, publish, table
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from gecko.recipes import get_recipe
 from gecko.train import CheckpointSettings, DataSettings, EvaluationSettings, Run, SampleSettings, train
@@ -96,9 +96,7 @@ class Meter:
 
     def steps(self) -> list[list[tuple[float, float]]]:
         """Return the seconds of each step and of its waits, in blocks."""
-        times = [
-            (end - begin, waited) for (begin, end), waited in zip(pairwise(self.starts), self.waited, strict=False)
-        ]
+        times = [(end - begin, wait) for (begin, end), wait in zip(pairwise(self.starts), self.waited, strict=False)]
         return [times[first + 1 : first + BLOCK] for first in range(0, len(times) - BLOCK + 1, BLOCK)]
 
 
@@ -124,12 +122,9 @@ def run_in(folder: Path, steps: int) -> Run:
 
 def measure(steps: int) -> list[list[tuple[float, float]]]:
     """Return the seconds of each step of the first rank and of its waits, in blocks."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text("\n\n".join(f"Line {i} of {i * i % 997}." for i in range(20_000)))
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        mp.spawn(rank_process, (port, folder, steps), nprocs=RANKS)
+        mp.spawn(rank_process, (get_free_port(), folder, steps), nprocs=RANKS)
         return json.loads(Path(folder, "steps.json").read_text())
 
 

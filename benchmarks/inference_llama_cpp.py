@@ -140,11 +140,12 @@ class Llama:
     def read(self, tokens: list[int]) -> None:
         """Read tokens after those that the cache holds, and compute the logits of the last one."""
         for begin in range(0, len(tokens), BATCH):
-            self._decode(tokens[begin : begin + BATCH])
-
-    def step(self, token: int) -> None:
-        """Read one token and compute its logits."""
-        self._decode([token])
+            part = tokens[begin : begin + BATCH]
+            array = (llama_cpp.llama_token * len(part))(*part)
+            code = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(part)))
+            if code:
+                raise RuntimeError(f"llama.cpp must read {len(part)} tokens; it returned {code}.")
+            llama_cpp.llama_get_logits_ith(self._context, -1)  # waits for them
 
     def cut(self, length: int) -> None:
         """Keep the first ``length`` tokens of the cache."""
@@ -176,13 +177,6 @@ class Llama:
         """Free the memory."""
         llama_cpp.llama_free(self._context)
         llama_cpp.llama_model_free(self._model)
-
-    def _decode(self, tokens: list[int]) -> None:
-        array = (llama_cpp.llama_token * len(tokens))(*tokens)
-        code = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(tokens)))
-        if code:
-            raise RuntimeError(f"llama.cpp must read {len(tokens)} tokens; it returned {code}.")
-        llama_cpp.llama_get_logits_ith(self._context, -1)  # waits for them
 
 
 @llama_cpp.llama_log_callback
@@ -287,7 +281,7 @@ def decoding(subject: Subject, model: gecko.Gecko, weights: str, llama: Llama, b
     llama.cut(len(before))
 
     def step() -> None:
-        llama.step(65)
+        llama.read([65])
         llama.cut(len(before))
 
     ours = gecko_case("gecko", model, read(model, [before]), 1, subject.steps)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from gecko.eval.results import Results
+from gecko.eval.results import Results, wilson
 from gecko.experiments.rows import grouped
 from gecko.train.throughput import describe_hardware
 
@@ -132,6 +132,14 @@ def pooled(scores: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Return the numbers of right answers and of all answers of several scores."""
     found = list(scores)
     return sum(round(one["value"] * one["n"]) for one in found), sum(one["n"] for one in found)
+
+
+def share(hits: int, total: int, digits: int) -> str:
+    """Return a share of right answers with Wilson's interval as text."""
+    if total == 0:
+        return "none"
+    interval = wilson(hits, total)
+    return f"{hits / total:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
 
 
 def keep_results(name: str, results: Results, command: str, model: Mapping[str, Any] | None = None) -> None:

@@ -87,10 +87,6 @@ class Job:
         with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
-    @property
-    def running(self) -> bool:
-        return self.process.poll() is None
-
     def workers(self) -> list[psutil.Process]:
         """Return the processes of the ranks, in order."""
         found = []
@@ -100,9 +96,6 @@ class Job:
             except (psutil.Error, KeyError):
                 continue
         return [child for _, child in sorted(found, key=lambda pair: pair[0])]
-
-    def step(self) -> int:
-        return last_step(self.output)
 
     def newest_checkpoint(self) -> int:
         return max((checkpoint_step(path) for path in list_checkpoints(self.output / "checkpoints")), default=0)
@@ -131,7 +124,7 @@ def kill_at_random(job: Job, kills: int, steps: int, seed: int) -> list[Kill]:
         if starting:
             time.sleep(choose.uniform(0.5, 6.0))
         else:
-            wait_until(lambda: job.step() >= moment, job)  # noqa: B023
+            wait_until(lambda: last_step(job.output) >= moment, job)  # noqa: B023
             time.sleep(choose.uniform(0.0, 0.1))
         done.append(_kill_one(job, choose, "starting" if starting else "training"))
     return done
@@ -140,7 +133,7 @@ def kill_at_random(job: Job, kills: int, steps: int, seed: int) -> list[Kill]:
 def wait_until(happened: Callable[[], object], job: Job) -> None:
     end = time.monotonic() + PATIENCE
     while not happened():
-        if not job.running or time.monotonic() > end:
+        if job.process.poll() is not None or time.monotonic() > end:
             raise RuntimeError(f"the job did not come back:\n{job.log.read_text()[-4000:]}")
         time.sleep(0.01)
 
@@ -148,7 +141,7 @@ def wait_until(happened: Callable[[], object], job: Job) -> None:
 def _kill_one(job: Job, choose: random.Random, phase: str) -> Kill:
     wait_until(job.workers, job)
     workers = job.workers()
-    step, checkpoint, resumptions = job.step(), job.newest_checkpoint(), len(resumptions_in(job.log))
+    step, checkpoint, resumptions = last_step(job.output), job.newest_checkpoint(), len(resumptions_in(job.log))
     rank = choose.randrange(len(workers))
     workers[rank].send_signal(signal.SIGKILL)
     workers[rank].wait()

@@ -52,9 +52,7 @@ Row = dict[str, Any]
 def documents(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     """Yield kind, name and text of the documents; one of each kind before the next of a kind."""
     size = 8 * arguments.tokens
-    novels = (
-        (path.name, path.read_text(encoding="utf-8")[arguments.skip :][:size]) for path in arguments.novels
-    )  # fmt: skip
+    novels = ((path.name, path.read_text(encoding="utf-8")[arguments.skip :][:size]) for path in arguments.novels)
     source = joined(((path.stem, path.read_text(encoding="utf-8", errors="replace")) for path in stdlib_files()), size)
     chats = joined(meetings(arguments.chats) if arguments.chats else (), size)
     kinds = {"novel": novels, "source": source, "chat": chats}

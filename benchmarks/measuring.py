@@ -60,10 +60,8 @@ def parser_of(
     for name, (default, text) in options.items():
         several = isinstance(default, list | tuple)
         kind = str if default in (None, []) else type(default[0] if several else default)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=default, help=text,
-            nargs="*" if several else None,
-        )  # fmt: skip
+        nargs = "*" if several else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text, nargs=nargs)
     return parser
 
 

@@ -135,9 +135,8 @@ def draw() -> None:
     for picture, (name, x, xlabel) in CURVES.items():
         rows = list(rows_of_comparison(kept.comparison(name)))
         save(loss_figure(rows, x, xlabel, HELD_OUT), FOLDER / picture)
-    panels = {
-        tokens: points for tokens, points in sorted(points_by_bytes().items()) if any(map(power_law, points.values()))
-    }
+    by_bytes = sorted(points_by_bytes().items())
+    panels = {tokens: points for tokens, points in by_bytes if any(map(power_law, points.values()))}
     labels = "parameters, millions", "held-out loss, nats per byte"
     figure, rows = new_panels(*labels, len(panels), height=1 + 3 * len(panels))
     for axes, (tokens, points) in zip(rows, panels.items(), strict=True):

@@ -60,9 +60,8 @@ def weights_rows(model: gecko.Gecko, held_out: HeldOut, tokens: Tensor) -> Itera
             size = (Path(scratch) / "model.safetensors").stat().st_size
         read(reduced, [tokens[:8192]])
         reading = seconds_of(lambda: read(reduced, [tokens]))  # noqa: B023
-        stream = TokenStream(
-            reduced, [read(reduced, [tokens])], seeds=[0], sampling=Sampling(1.0), max_new_tokens=DECODED
-        )
+        prefill = read(reduced, [tokens])
+        stream = TokenStream(reduced, [prefill], seeds=[0], sampling=Sampling(1.0), max_new_tokens=DECODED)
         decoding = seconds_of(lambda: list(stream)) / DECODED  # noqa: B023
         name = "float32" if bits == 32 else f"int{bits}"
         yield name, size, loss, loss - exact, len(tokens) / reading, 1e3 * decoding

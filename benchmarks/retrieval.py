@@ -32,7 +32,7 @@ from measuring import parsed, parser_of, table
 
 from gecko import Gecko, load
 from gecko.data import load_tokenizer
-from gecko.eval.results import Results, Score, share, wilson
+from gecko.eval.results import Results, Score, share
 from gecko.eval.scored_model import describe_model
 from gecko.eval.synthetic import SyntheticBatch, hits_by_distance
 from gecko.inference.prefill import inference
@@ -254,9 +254,8 @@ def page() -> str:
             for record in found:
                 scores = [one for one in record["scores"] if one["where"]["length"] == length]
                 if scores and record["settings"]["chunk"] == setting.chunk:
-                    cells = [
-                        _cell([one for one in scores if one["where"]["needles"] == asked], *band) for band in bands
-                    ]
+                    mine = [one for one in scores if one["where"]["needles"] == asked]
+                    cells = (_cell(mine, *band) for band in bands)
                     rows.append((record["model"], record["seed"], record["settings"]["steps"], *cells))
             if rows:
                 columns = ["model", "seed|d", "steps|d", *(f"{low} to {high} chunks|>" for low, high in bands)]
@@ -266,10 +265,7 @@ def page() -> str:
 
 def _cell(scores: Sequence[dict[str, Any]], low: int, high: int) -> str:
     hits, total = kept.pooled(score for score in scores if low <= score["where"]["chunks"] <= high)
-    if not total:
-        return "none"
-    interval = wilson(hits, total)
-    return f"{hits / total:.3f} [{interval.low:.3f}, {interval.high:.3f}] ({total:,})"
+    return kept.share(hits, total, 3) + f" ({total:,})" * bool(total)
 
 
 def main() -> None:

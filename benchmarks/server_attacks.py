@@ -17,10 +17,9 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,8 @@ class Watch:
         return self.slowest <= LONGEST and self.growth <= BOUND and not self.failures
 
 
-def ask(port: int, path: str, content: bytes, method: str = "POST", headers: str = "", read: bool = True) -> str:
-    """Send a request; return the status of the response, or what happened to the connection."""
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
-    message = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-    return send(port, message, read)
-
-
 def send(port: int, message: bytes, read: bool = True) -> str:
+    """Send a request; return the status of the response, or what happened to the connection."""
     with closing(socket.create_connection(("127.0.0.1", port), PATIENCE)) as connection:
         try:
             connection.sendall(message)
@@ -85,24 +78,24 @@ def send(port: int, message: bytes, read: bool = True) -> str:
             return "closed"
 
 
-def at_once(calls: Sequence[Callable[[], str]]) -> Counter[str]:
-    answers: Counter[str] = Counter()
-    threads = [threading.Thread(target=lambda call=call: answers.update([call()])) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
-
-
-def complete(asked: dict[str, Any] | bytes, times: int = 1, path: str = "/v1/completions", **options: Any) -> Attack:
+def complete(asked: dict[str, Any] | bytes, times: int = 1, path: str = "/v1/completions", read: bool = True) -> Attack:
     """Return an attack of ``times`` requests at once."""
     content = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
-    return lambda port: at_once([partial(ask, port, path, content, **options)] * times)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return raw(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content, times, read)
 
 
-def raw(message: bytes, times: int = 1, **options: Any) -> Attack:
-    return lambda port: at_once([partial(send, port, message, **options)] * times)
+def raw(message: bytes, times: int = 1, read: bool = True) -> Attack:
+    def attack(port: int) -> Counter[str]:
+        answers: Counter[str] = Counter()
+        threads = [threading.Thread(target=lambda: answers.update([send(port, message, read)])) for _ in range(times)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
+
+    return attack
 
 
 def attacks() -> Iterator[tuple[str, Attack]]:

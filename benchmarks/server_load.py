@@ -122,9 +122,6 @@ class Load:
     """Seconds until the last client had its response."""
     work: Work | None = None
 
-    def complete(self) -> bool:
-        return all(visit.outcome == "complete" for visit in self.visits)
-
     def outcomes(self) -> str:
         found = Counter(visit.outcome for visit in self.visits).most_common()
         return ", ".join(f"{count:,} {name}" for name, count in found)
@@ -388,7 +385,7 @@ def main() -> int:
         f"to {LONGEST:,} tokens, evenly by logarithm; answers of {FEWEST} to {MOST} tokens.",
         *staying(rates, engine, closed), *leaving(left, checks, numbers["gecko_prefix_tokens_reused_total"]),
     )  # fmt: skip
-    return 0 if all(checks.values()) and closed.complete() else 1
+    return 0 if all(checks.values()) and all(visit.outcome == "complete" for visit in closed.visits) else 1
 
 
 if __name__ == "__main__":

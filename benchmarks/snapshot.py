@@ -48,10 +48,8 @@ def main() -> None:
             state.save(path, compact=kind == "compact")
             asked = partial(first_token, model, [question], path)
             times = [seconds_of(asked) for _ in range(given.repeats)]
-            median = statistics.median(times)
-            rows.append(
-                (f"snapshot, {kind}", path.stat().st_size, f"{median:.4f}", f"{max(times):.4f}", again / median)
-            )
+            size, median = path.stat().st_size, statistics.median(times)
+            rows.append((f"snapshot, {kind}", size, f"{median:.4f}", f"{max(times):.4f}", again / median))
     publish(
         "snapshot.md", given, "A second question about a book", about,
         f"The book: {given.length:,} bytes. The question: {len(QUESTION)} bytes. Seconds to the first token.",

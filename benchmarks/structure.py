@@ -157,9 +157,8 @@ def wide_functions(trees: Mapping[Path, ast.Module]) -> Iterator[tuple[str, str]
     for path, tree in trees.items():
         for node in nodes([tree], ast.FunctionDef, ast.AsyncFunctionDef):
             given = node.args
-            names = [
-                x.arg for x in (*given.posonlyargs, *given.args, *given.kwonlyargs) if x.arg not in ("self", "cls")
-            ]
+            parameters = *given.posonlyargs, *given.args, *given.kwonlyargs
+            names = [x.arg for x in parameters if x.arg not in ("self", "cls")]
             kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
             if len(names) >= 8 and not kernel:
                 yield path.relative_to(SOURCE).parts[0], node.name

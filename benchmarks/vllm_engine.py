@@ -83,8 +83,7 @@ def in_process(arguments: argparse.Namespace, name: str) -> dict[str, float]:
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{(done.stdout + done.stderr)[-5000:]}")
     result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
-    found: dict[str, float] = json.loads(result.removeprefix("RESULT"))
-    return found
+    return json.loads(result.removeprefix("RESULT"))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:

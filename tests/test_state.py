@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cases
-from support.cases import CHUNK, VARIANTS, tokens
+from support.cases import CHUNK, tokens
+from support.model_calls import variants
 
 import gecko
 from gecko.io.model_folder import load_tensors, save_tensors
-
-variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def reading(variant: str = "gecko", dtype: torch.dtype = torch.float32, batch: int = 2):

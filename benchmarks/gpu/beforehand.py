@@ -71,12 +71,9 @@ def groups() -> dict[str, Callable[[], Any]]:
     s = of_a_card(bench)
     block, wide = (replace(config, num_layers=1) for config in (s.config, s.shape.config))
 
-    def step(rows: int, length: int) -> None:
-        training.Steps.of(block, rows, length, bench).gradients()
-
-    def with_documents(rows: int, length: int) -> None:
+    def step(rows: int, length: int, documents: bool = False) -> None:
         steps = training.Steps.of(block, rows, length, bench)
-        steps.gradients(next(steps.batches()))
+        steps.gradients(next(steps.batches()) if documents else None)
 
     def operator(name: str) -> None:
         forward_and_backward(operator_of(name, s.shape, bench))
@@ -89,7 +86,7 @@ def groups() -> dict[str, Callable[[], Any]]:
     for rows, length in (*s.trained, (1, s.longest)):
         found[f"step, {rows} × {length:,}"] = partial(step, rows, length)
     for rows, length in s.trained:
-        found[f"captured step, {rows} × {length:,}"] = partial(with_documents, rows, length)
+        found[f"captured step, {rows} × {length:,}"] = partial(step, rows, length, documents=True)
     for name, config in ((s.model, block), (s.shape.name, wide)):
         for rows in s.decoded:
             decode = partial(decoding.measure, name, config, rows, bench)

@@ -135,11 +135,9 @@ _BARRIERS = {f"decoding.{name}": (("tl.debug_barrier()", "pass"),) for name in (
 OPERATORS = {"memory chain": MEMORY}
 """By family, the operator that shows it."""
 VARIANTS = [
-    *(
-        Variant("memory chain", f"back, 256 × 16, {stages} stages", _CHAIN, change=partial(_chain, stages=stages))
-        for stages in (2, 3)
-    ),
-]  # fmt: skip
+    Variant("memory chain", f"back, 256 × 16, {stages} stages", _CHAIN, change=partial(_chain, stages=stages))
+    for stages in (2, 3)
+]
 """Those of operators."""
 OF_DECODING = [
     Variant("values", "4 warps", ("decoding.mix_kernel",), change=partial(sized, warps=4)),

@@ -1,4 +1,4 @@
-"""The first table of docs/evidence.md and the pages beside the results have the numbers of the result files."""
+"""The first table of docs/evidence.md, the pages beside the results and the pictures show the result files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from types import ModuleType, SimpleNamespace
 
+import capacity
 import diagnostics
 import evidence
 import kept
@@ -17,6 +18,7 @@ import long_context
 import memory_forms
 import numpy as np
 import order_by_size
+import pictures
 import pytest
 import retrieval
 import tables
@@ -311,3 +313,24 @@ def test_the_line_is_a_power_law_through_the_means_of_sizes() -> None:
     points = [(size, 3 * size**-0.1 + error) for size in (10**6, 4 * 10**6, 15 * 10**6) for error in (-0.01, 0.01)]
     assert order_by_size.power_law(points) == pytest.approx((3, 0.1))
     assert order_by_size.power_law(points[:2]) is None
+
+
+# ---- The pictures of docs/how_it_works.md and docs/evidence.md.
+
+
+def test_the_pictures_are_what_the_script_draws() -> None:
+    for draw in pictures.drawn():
+        svg = (pictures.PICTURES / f"{draw.__name__}.svg").read_text(encoding="utf-8")
+        assert svg == draw().svg(), "run: python benchmarks/pictures.py --write"
+
+
+def test_forms_are_drawn_by_bytes_of_state(results: Path) -> None:
+    assert pictures.memory_capacity not in pictures.drawn()
+    assert pictures.ladder_changes().svg().count("not run") == len(ladder.RUNGS) - 1
+    table = tables.Table("capacity.csv", capacity.COLUMNS)
+    for form in (capacity.PAPER, capacity.LINEAR):
+        for width, recall in ((16, 0.25), (32, 1.0)):
+            table.add([(*capacity.Cell(form, 4, width, 0, 1e-2).key, recall, 1, 9, "abcdefg", "a", "x")])
+    svg = pictures.memory_capacity().svg()
+    assert pictures.memory_capacity in pictures.drawn() and svg.count(f">{capacity.LINEAR}<") == 1
+    assert svg.count('points="70.0,232.5 196.7,60.0"') == 2 and ">4K<" in svg and ">32K<" in svg

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from cli.conftest import Command
 
 import gecko
-from gecko.cli import app
 
 peer = pytest.importorskip("megalodon_jax", reason="pip install 'gecko-lm[peers]'")
 peer_files = pytest.importorskip("megalodon_jax.convert")
@@ -29,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_converted_megalodon_computes_what_the_peer_does(variant: str, tmp_path: Path) -> None:
+def test_converted_megalodon_computes_what_the_peer_does(variant: str, command: Command, tmp_path: Path) -> None:
     fields = SMALL | VARIANTS[variant]
     theirs = peer.MegalodonForCausalLM(peer.MegalodonConfig(**fields), key=jax.random.PRNGKey(3))
     state = peer_files.export_upstream_state_dict(theirs)
@@ -43,9 +42,7 @@ def test_converted_megalodon_computes_what_the_peer_does(variant: str, tmp_path:
     (tmp_path / "release").mkdir()
     torch.save(state, tmp_path / "release" / "consolidated.pth")
     (tmp_path / "release" / "config.json").write_text(json.dumps({"model": fields, "tokenizer": {}}))
-    result = CliRunner().invoke(app, ["convert", str(tmp_path / "release"), str(tmp_path / "ours")])
-    assert result.exit_code == 0, result.stderr
-
+    command("convert", tmp_path / "release", tmp_path / "ours", code=0)
     tokens = torch.randint(61, (2, 80), generator=generator)
     expected = np.asarray(theirs(jax.numpy.asarray(tokens.numpy()))[0])
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli.conftest import Command
+from plan.test_plan import config_of
 from support.native_agreement import needs_compiler
 
 import gecko
@@ -159,15 +160,10 @@ def test_brackets_are_shown_as_they_are(command: Command, tmp_path: Path, monkey
 
 # ---- ``gecko info`` reports correct numbers.
 
-BASE: dict[str, Any] = {
-    "vocab_size": 64, "num_layers": 2, "model_dim": 128, "key_dim": 64, "value_dim": 256, "num_heads": 2,
-    "ffn_dim": 256, "chunk_size": 64, "timestep_groups": 4,
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embedding": True}, {"memory": "none", "cema_skip": "learned"}])
 def test_parameters_add_up(changes: dict[str, Any]) -> None:
-    config = gecko.GeckoConfig(**BASE, **changes)
+    config = config_of(changes)
     counts = parameters_by_component(config)
     assert sum(counts.values()) == sum(parameter.numel() for parameter in gecko.Gecko(config).parameters())
     assert counts["embedding"] == 64 * 128
@@ -207,7 +203,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 @pytest.mark.usefixtures("eager_forms", "no_kernels")
 def test_activations_of_a_block_are_those_that_it_saves(changes: dict[str, Any]) -> None:
-    config = gecko.GeckoConfig(**{**BASE, **changes})
+    config = config_of(changes)
     kept = [block_memory(config, torch.float32, length).kept for length in (256, 512)]
     assert kept[1] - kept[0] == pytest.approx(kept_for_backward(config, 512) - kept_for_backward(config, 256), rel=0.02)
 

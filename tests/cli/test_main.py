@@ -80,10 +80,13 @@ def loaded(environment: dict[str, str], modules: tuple[str, ...], *programs: str
     """Return which of ``modules`` a fresh process has imported after the programs, which may exit."""
     lines = [f"try:\n    {program}\nexcept SystemExit:\n    pass" for program in programs]
     report = f"import json, sys; print(); print(json.dumps([name for name in {modules!r} if name in sys.modules]))"
-    words = [sys.executable, "-c", "\n".join([*lines, report])]
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    found: list[str] = json.loads(ran.stdout.splitlines()[-1])
+    found: list[str] = json.loads(ran(environment, "\n".join([*lines, report])).stdout.splitlines()[-1])
     return found
+
+
+def ran(environment: dict[str, str], program: str) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, "-c", program]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
 
 
 def test_help_version_and_the_package_do_not_import_pytorch(environment: dict[str, str]) -> None:
@@ -93,8 +96,7 @@ def test_help_version_and_the_package_do_not_import_pytorch(environment: dict[st
     assert loaded(environment, heavy, "import gecko; assert set(gecko.__all__) <= set(dir(gecko))", *commands) == []
     asked = {**environment, "_GECKO_COMPLETE": "complete_bash", "COMP_WORDS": "gecko ch", "COMP_CWORD": "1"}
     program = "import sys\nfrom gecko.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    ran = subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["chat"], "a shell asks for completions by environment variables"
+    assert ran(asked, program).stdout.split() == ["chat"], "a shell asks for completions by environment variables"
     with pytest.raises(AttributeError, match="'gecko' has no attribute 'nothing'"):
         _ = gecko.nothing  # type: ignore[attr-defined]
 
@@ -113,9 +115,8 @@ def test_a_short_prompt_needs_the_small_library_and_nothing_of_training(
 
 def test_importing_libraries_prints_nothing(environment: dict[str, str]) -> None:
     pytest.importorskip("transformers")
-    words = [sys.executable, "-c", "import gecko.hf"]
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout == "" and "W1" not in ran.stderr and "Failed to load" not in ran.stderr
+    done = ran(environment, "import gecko.hf")
+    assert done.stdout == "" and "W1" not in done.stderr and "Failed to load" not in done.stderr
 
 
 # ---- Mistakes of a first hour: each message says what was given and what to type.

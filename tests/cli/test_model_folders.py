@@ -1,4 +1,4 @@
-"""Folders of models: what is saved to them, exported from them, and which tokenizer they have."""
+"""Folders of models: what is saved to them, quantised and exported from them, and which tokenizer they have."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.conftest import NEWEST, Command, write_run
+from cli.conftest import NEWEST, Command, greedy, write_run
 from safetensors.numpy import load_file
 
 import gecko
@@ -79,6 +79,41 @@ def test_a_killed_command_leaves_nothing_in_the_way_of_the_same_command(
     assert gecko.load(out).config == gecko.load(run_folder).config
 
 
+def test_a_run_with_a_second_model_is_refused(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(run / NEWEST / name, run / name)
+    result = command("generate", run, "-p", "a", "-n", 1, code=2)
+    assert f"{run} must hold one model" in result.stderr and "Move config.json and model.safetensors" in result.stderr
+    with pytest.raises(ValueError, match="must hold one model"):
+        gecko.load(run)
+
+
+# ---- ``gecko quantize``.
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_copy_works_like_the_original(command: Command, run_folder: Path, tmp_path: Path, bits: int) -> None:
+    """What says how to use the model goes along."""
+    pytest.importorskip("torchao")
+    source, out = shutil.copytree(run_folder / NEWEST, tmp_path / "model"), tmp_path / "out"
+    along = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+    for name in along:
+        (source / name).write_text("{}")
+    result = command("quantize", source, out, "--bits", bits, code=0)
+    assert {path.name for path in out.iterdir()} == {*along, "recipe.json", "config.json", "model.safetensors"}
+    assert all((out / name).read_text() == "{}" for name in along)
+    size, original = ((path / "model.safetensors").stat().st_size for path in (out, source))
+    assert f"{size:,} bytes of weights" in result.stdout and f"of the {original:,} in {source}" in result.stdout
+    assert size < 0.8 * original
+    options, state = ("-n", 9, "--temperature", 0, "--tokenizer", "bytes"), tmp_path / "s"
+    written = command("generate", out, "-p", "abc", *options, "--save-state", state, code=0)
+    assert written.stdout == greedy(out, b"abc", 9)
+    command("generate", out, "--state", state, "-p", "d", *options, code=0)
+    refused = command("generate", source, "--state", state, "-p", "d", *options, code=2)
+    assert "other weights" in refused.stderr
+
+
 # ---- The tokenizer of a command: the given one, else the one beside the model, else the one that its recipe names.
 
 
@@ -104,10 +139,6 @@ def test_files_beside_the_model_come_before_the_recipe(command: Command, run_fol
 PROMPT = [256, *b"abc"]
 
 
-def greedy(run_folder: Path) -> list[int]:
-    return gecko.generate(gecko.load(run_folder), PROMPT, max_new_tokens=20, temperature=0).tokens[0]
-
-
 def test_transformers_continues_a_text(command: Command, run_folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     command("export", run_folder, tmp_path / "out", code=0)
@@ -116,7 +147,7 @@ def test_transformers_continues_a_text(command: Command, run_folder: Path, tmp_p
     inputs = tokenizer("abc", return_tensors="pt")
     assert inputs.input_ids.tolist() == [PROMPT]
     found = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, len(PROMPT) :]
-    assert found.tolist() == greedy(run_folder)
+    assert bytes(found.tolist()).decode() == greedy(run_folder, b"abc", 20)
 
 
 @pytest.mark.parametrize("template", [None, "{{ bos_token }}{{ messages[0].content }}"])
@@ -161,7 +192,7 @@ def test_onnx_continues_a_text(command: Command, run_folder: Path, tmp_path: Pat
         state = {name: found[NEXT + name] for name in state}
         if position + 1 == len(tokens):
             tokens.append(int(found[LOGITS].argmax()))
-    assert tokens[len(PROMPT) :] == greedy(run_folder)
+    assert bytes(tokens[len(PROMPT) :]).decode() == greedy(run_folder, b"abc", 20)
 
 
 def test_weights_in_16_bits_are_widened_for_onnx(

@@ -18,7 +18,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 import gecko
-from gecko.cli import generate
+from gecko.cli import chat, generate
 from gecko.cli.command import EVALUATION, PAGE, STATE, output_file
 from gecko.eval.results import Results
 from gecko.pages import write_page
@@ -80,26 +80,30 @@ LOST: list[tuple[str, str, str]] = [
     ("generate {run} --prompt abc -n 3 --save-state {folder}/state", "<&- >&- 2>&-", "state"),
 ]
 """Commands whose work is more than what they print, where that goes, and the file with all of the work."""
+needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def in_shell(words: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    command = f"{shlex.quote(sys.executable)} -m gecko {words}"
+    return subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+
+
+@needs_full_device
 @pytest.mark.parametrize(("words", "lost", "file"), LOST)
 def test_output_that_is_lost_takes_no_work_with_it(
     words: str, lost: str, file: str, run_folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Standard output and error, closed before the start or on a full disk, without a traceback."""
     (tmp_path / "book").write_text("a quick brown fox " * 100)
-    command = f"{shlex.quote(sys.executable)} -m gecko {words.format(run=run_folder, folder=tmp_path)} {lost}"
-    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    done = in_shell(f"{words.format(run=run_folder, folder=tmp_path)} {lost}", environment)
     assert done.returncode == (2 if words.startswith("eval") and lost == ">/dev/full" else 0), done.stderr
     assert "Traceback" not in done.stderr and (tmp_path / file).is_file()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@needs_full_device
 @pytest.mark.parametrize("words", ["--version", "train --help"])
 def test_help_that_cannot_be_printed_is_one_line(words: str, environment: dict[str, str]) -> None:
-    command = f"{shlex.quote(sys.executable)} -m gecko {words} >/dev/full"
-    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    done = in_shell(f"{words} >/dev/full", environment)
     assert done.returncode in (1, 2)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "No space left" in done.stderr
 
@@ -162,10 +166,10 @@ def test_messages_of_commands(
     assert not CONTROLS.search(result.output)
 
 
-@pytest.mark.parametrize("write", ["_write", "_write_answer"])
+@pytest.mark.parametrize("write", [generate._write, chat._write_answer])
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_model_cannot_control_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: str, terminal: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Callable[[Any], None], terminal: bool
 ) -> None:
     """A pipe gets the exact text."""
 
@@ -176,7 +180,7 @@ def test_a_model_cannot_control_the_terminal(
             yield from ("x", NAME, "\n")
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    getattr(generate, write)(Answer())
+    write(Answer())
     assert capsys.readouterr().out.startswith(f"x{SHOWN if terminal else NAME}\n")
 
 

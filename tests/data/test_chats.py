@@ -37,14 +37,6 @@ def followed(chat_format: TemplateChat, question: str) -> list[int]:
     return [*closing, *following]
 
 
-def test_a_model_learns_the_answers_and_their_ends(own_format: TemplateChat) -> None:
-    pieces = list(own_format.trained_pieces(turns("one?", "first", "two?", "second", "three?")))
-    learned = [bytes(ids[:-1]).decode() for ids, is_answer in pieces if is_answer]
-    assert learned == ["first", "second"]
-    assert all(ids[-1] == END for ids, is_answer in pieces if is_answer)
-    assert "three" not in bytes(i for ids, _ in pieces for i in ids if i != END).decode()
-
-
 def test_the_pieces_of_a_chat_are_what_generation_reads(own_format: TemplateChat) -> None:
     """Prompt, answer, continuation, answer: the same ids as in training, cut at the same places."""
     (prompt, _), (first, _), (between, _), (second, _) = own_format.trained_pieces(turns("q", "a", "r", "b"))
@@ -116,9 +108,8 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_a_wrong_line_is_named(number: int, tmp_path: Path) -> None:
-    record, message = REFUSED[number]
+@pytest.mark.parametrize(("record", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_a_wrong_line_is_named(record: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(f"{json.dumps(chat(ASKED, ANSWER))}\n{json.dumps(record)}\n")
     with pytest.raises(ValueError, match=f"chats.jsonl, line 2, (.* )?{message}"):

@@ -116,23 +116,13 @@ def test_validation_scores_every_token_once(lengths: list[int], length: int, bat
     assert scored == [token for token in range(corpus.num_tokens) if token not in starts]
     assert sum(batch.scored_tokens for batch in batches) == len(scored) == corpus.num_tokens - len(corpus)
     assert all(batch.tokens.shape == (batch_size, length) for batch in batches[:-1])
-    rows = [row for batch in batches for row in rows_of(batch)]
-    for tokens, targets, segments in rows[:-1]:
-        check_row(corpus, tokens, targets, segments)
-    tokens, targets, segments = rows[-1]
-    filled = corpus.num_tokens - (len(rows) - 1) * length
-    assert segments[filled:] == [segments[min(filled, length) - 1] + 1] * (length - filled)
-    assert set(targets[filled - 1 :]) <= {IGNORED}
-    assert tokens[:filled] == list(range(corpus.num_tokens))[-filled:][:length]
-
-
-def test_batch_is_what_the_model_takes() -> None:
-    corpus = TokenizedCorpus.build(["hé", "x"], ByteTokenizer())
-    batch = next(validation_batches(corpus, 2, 9))
-    assert batch.tokens.tolist() == [[256, 104, 0xC3, 0xA9, 256, 256, 120, 256, 0]]
-    assert batch.targets.tolist() == [[104, 0xC3, 0xA9, 256, IGNORED, 120, 256, IGNORED, IGNORED]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 2]]
-    assert all(part.dtype == torch.int64 for part in (batch.tokens, batch.targets, batch.segment_ids))
+    for number, (tokens, targets, segments) in enumerate(row for batch in batches for row in rows_of(batch)):
+        filled = min(corpus.num_tokens - number * length, length)
+        check_row(corpus, tokens[:filled], targets[:filled], segments[:filled])
+        assert tokens == [*range(number * length, number * length + filled), *[0] * (length - filled)]
+        assert targets[filled:] == [IGNORED] * (length - filled)
+        assert segments[filled:] == [segments[filled - 1] + 1] * (length - filled)
+    assert {part.dtype for batch in batches for part in vars(batch).values()} == {torch.int64}
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,13 @@ def test_no_more_than_the_fraction_is_held_out(lengths: list[int], fraction: flo
     assert held_out.num_tokens >= fraction * sum(lengths) / 2 - 3
     divided = len(training) + len(held_out) - len(corpus)
     assert divided in (0, 1)
+    assert not divided or held_out.num_tokens == max(int(fraction * sum(lengths)), 3)
     trained, kept = ids_of(training), ids_of(held_out)
     # The start of a document that is divided is in both parts.
     assert len(set(trained) & set(kept)) == divided and sorted({*trained, *kept}) == ids_of(corpus)
-    assert all(training.lengths >= 2) and all(held_out.lengths >= 3)
+    for part, least in ((training, 2), (held_out, 3)):
+        assert all(part.lengths >= least)
+        assert {int(part.document(index)[0]) for index in range(len(part))} <= set(corpus.offsets.tolist())
     assert [ids_of(part) for part in corpus.split(fraction, seed)] == [trained, kept]
 
 
@@ -133,15 +136,6 @@ def test_permutation_never_changes() -> None:
     assert sorted(permutation(100, 3, 4).tolist()) == list(range(100))
 
 
-def test_of_a_single_document_the_end_is_held_out() -> None:
-    text = bytes(32 + place % 90 for place in range(300)).decode()
-    training, held_out = TokenizedCorpus.build([text], ByteTokenizer()).split(0.05, 0)
-    assert (len(training), len(held_out)) == (1, 1)
-    start, end = training.document(0), held_out.document(0)
-    assert bytes(start[1:].tolist() + end[1:-1].tolist()).decode() == text
-    assert start[0] == end[0] == end[-1] == 256 and len(end) == 15
-
-
 AB = numbered_corpus([3, 3])
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: TokenizedCorpus.build([], ByteTokenizer()), "at least one document with text; got none"),
@@ -156,9 +150,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_cannot_be_divided(number: int) -> None:
-    call, message = REFUSED[number]
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_divided(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -181,39 +174,27 @@ def check_lane(rows: Rows, lanes: int, lane: int, steps: int) -> list[tuple[int,
     return read
 
 
-lane_cases = given(
+@any_case
+@given(
     st.lists(st.integers(2, 40), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**32)
 )
-
-
-@any_case
-@lane_cases
-def test_an_epoch_of_lanes_reads_consecutive_tokens_once(
-    lengths: list[int], length: int, lanes: int, seed: int
-) -> None:
+def test_lanes_read_consecutive_tokens_once_an_epoch(lengths: list[int], length: int, lanes: int, seed: int) -> None:
+    """No document goes on into the next epoch."""
     corpus = numbered_corpus(lengths)
     if (corpus.num_tokens - 1) // length < lanes:
         return
     rows = LaneRows(PackedRows(corpus, length, seed), lanes, seed)
     document = np.repeat(np.arange(len(lengths)), lengths)
-    seen: Counter[int] = Counter()
+    seen, epochs = Counter[int](), [set[int]()]
     for lane in range(lanes):
         read = check_lane(rows, lanes, lane, rows.rows_per_lane)
         seen.update(token for _, token in read)
+        epochs[0].update(segment for segment, _ in read)
         assert len({(segment, document[token]) for segment, token in read}) == len({segment for segment, _ in read})
     assert set(seen.values()) == {1}
     assert corpus.num_tokens - 1 - sum(seen.values()) in range(length * lanes)
-
-
-@settings(any_case, max_examples=30)
-@lane_cases
-def test_no_document_goes_on_into_the_next_epoch(lengths: list[int], length: int, lanes: int, seed: int) -> None:
-    corpus = numbered_corpus(lengths)
-    if (corpus.num_tokens - 1) // length < lanes:
-        return
-    rows = LaneRows(PackedRows(corpus, length, seed), lanes, seed)
     count = rows.rows_per_epoch
-    epochs = [{int(x) for n in range(e * count, (e + 1) * count) for x in rows.row(n)[2]} for e in range(3)]
+    epochs += [{int(x) for n in range(e * count, (e + 1) * count) for x in rows.row(n)[2]} for e in (1, 2)]
     assert all(first.isdisjoint(second) for first, second in combinations(epochs, 2))
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gecko.data import IGNORED, ByteTokenizer, ShardFolder, TokenizedCorpus, load_tokenizer
+from gecko.data import IGNORED, ByteTokenizer, ShardFolder, load_tokenizer
 from gecko.data.packing import Shuffle
 from gecko.data.shards import FIRST_EPOCH, Shard, ShardedRows, ShardRecord, SplitShards, TokenizerRecord
 from gecko.data.training_data import DataRequest, open_training_data, read_sources
@@ -186,20 +186,6 @@ def test_a_byte_that_changes_after_the_stamp_is_found(settled: Path, monkeypatch
 
 def test_a_file_that_changed_just_now_gets_no_stamp(shard_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened(shard_folder, monkeypatch) == opened(shard_folder, monkeypatch) != []
-
-
-def test_documents_are_those_of_the_corpus_in_memory(shard_folder: Path, texts: list[str]) -> None:
-    folder = ShardFolder.open(shard_folder)
-    folder.verify()
-    expected = TokenizedCorpus.build(texts, ByteTokenizer())
-    found = [
-        shard.tokens[shard.document_start(index) : shard.document_start(index + 1)].tolist()
-        for shard in folder.shards
-        for index in range(shard.record.documents)
-    ]
-    assert found == [expected.document(index).tolist() for index in range(len(expected))]
-    assert [int(size) for shard in folder.shards for size in shard.text_bytes] == [len(text.encode()) for text in texts]
-    assert (folder.documents, folder.tokens) == (len(expected), expected.num_tokens)
 
 
 def test_few_files_are_open_at_a_time(shard_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,16 +80,6 @@ def test_stream_of_ids_that_are_no_text(tokenizer: Tokenizer, data: st.DataObjec
     assert streamed == tokenizer.decode(ids)
 
 
-def test_bytes_are_the_ids() -> None:
-    tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
-    assert (tokenizer.vocab_size, tokenizer.document_start, tokenizer.document_end) == (257, 256, 256)
-    assert tokenizer.decode([97, 0xC3, 98]) == "a\ufffdb"
-    decoder = StreamDecoder(tokenizer)  # holds half a character back
-    assert [decoder.push([byte]) for byte in "é🎉".encode()] == ["", "é", "", "", "", "🎉"]
-    assert (decoder.push([0xE2]), decoder.flush(), decoder.flush()) == ("", "\ufffd", "")
-
-
 def test_borders_and_special_ids_have_well_known_names(
     bpe_folder: Path, byte_fallback_file: Path, sentencepiece_file: Path
 ) -> None:

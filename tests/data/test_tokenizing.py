@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -38,7 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus") / "texts"
     folder.mkdir()
     for number in range(12):
-        records = [{"text": f"document {number}.{index} " * (1 + index % 5)} for index in range(20)]
+        records = [{"text": f"document {number}.{index} é " * (1 + index % 5)} for index in range(20)]
         (folder / f"{number:02d}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -106,7 +105,11 @@ def test_shards_hold_the_corpus_for_every_tokenizer(
         folder = ShardFolder.open(plan.folder)
         folder.verify()
         assert np.concatenate([shard.tokens for shard in folder.shards]).tolist() == expected.tokens.tolist()
-        assert folder.documents == len(expected)
+        lengths = [np.diff(shard.ends, prepend=np.uint64(0)) for shard in folder.shards]
+        assert np.concatenate(lengths).tolist() == expected.lengths.tolist()
+        sizes = np.concatenate([shard.text_bytes for shard in folder.shards]).tolist()
+        assert sizes == [len(text.encode()) for text in load_documents(corpus)]
+        assert (folder.documents, folder.tokens) == (len(expected), expected.num_tokens)
 
 
 def test_neighbours_share_a_shard_and_sources_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +209,7 @@ def test_slurm_jobs_write_the_same(corpus: list[str], tmp_path: Path, monkeypatc
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/bash\n{script}\n")
-        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+        path.chmod(0o755)
     plan, found = plan_of(corpus, tmp_path / "slurm"), os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="need the command sbatch"):
@@ -293,13 +296,11 @@ def test_a_shard_is_there_only_with_all_its_files(shards: Path, whole: dict[str,
         assert finished(plan) == ["00004"] and contents(plan.folder) == whole
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_leaves_whole_shards(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(corpus, tmp_path / "shards")
     run_task(plan.folder, 0)
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("needs /dev/full")
-    write = Path.open
+    full, write = Path("/dev/full"), Path.open
 
     def on_full_disk(path: Path, mode: str = "r", **options: object) -> object:
         return write(full if ".00001.ds." in path.name and mode == "wb" else path, mode, **options)
@@ -370,9 +371,8 @@ def test_a_source_that_cannot_be_read_is_not_taken_for_a_full_disk(
 def test_a_tokenizer_that_changes_meanwhile(
     corpus: list[str], tmp_path: Path, write_config: Callable[[object], Path]
 ) -> None:
-    tokenizer = write_config({"eos_token": "<|endoftext|>"})
-    plan = plan_of(corpus, tmp_path / "shards", str(tokenizer / "tokenizer.json"))
-    path = tokenizer / "tokenizer.json"
+    path = write_config({"eos_token": "<|endoftext|>"}) / "tokenizer.json"
+    plan = plan_of(corpus, tmp_path / "shards", str(path))
     path.write_text(path.read_text() + "\n")
     with pytest.raises(ValueError, match="must be the one that the folder was started with"):
         run_task(plan.folder, 0)

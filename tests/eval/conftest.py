@@ -14,7 +14,7 @@ from torch import Tensor
 import gecko
 from gecko.data import ByteTokenizer, load_tokenizer
 from gecko.eval import GeckoModel
-from gecko.eval.scored_model import Predicted, Text, open_texts
+from gecko.eval.scored_model import Text, open_texts
 
 CONFIG = gecko.GeckoConfig(
     vocab_size=264, num_layers=2, model_dim=32, key_dim=16, value_dim=32, num_heads=2, ffn_dim=32,
@@ -54,14 +54,10 @@ class RuleModel:
     """A ``ScoredModel`` without weights: ``loss`` maps (position, token) to a loss, ``answer`` a prompt to a text."""
 
     tokenizer = ByteTokenizer()
-    chunk_size = 8
 
     def __init__(self, loss: Any = None, answer: Any = None) -> None:
         self._loss, self._answer = loss, answer
         self.read_texts: list[str] = []
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "rule"}
 
     def losses(self, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
         position = -1
@@ -73,9 +69,6 @@ class RuleModel:
     def read(self, tokens: Tensor, after: str | None = None) -> str:
         self.read_texts.append(self.tokenizer.decode(tokens.tolist()))
         return (after or "") + self.read_texts[-1]
-
-    def predict(self, after: str, tokens: Tensor) -> Predicted:
-        raise NotImplementedError
 
     def write(self, after: str, max_new_tokens: int, stops: Sequence[str] = ()) -> str:
         text = self._answer(after)

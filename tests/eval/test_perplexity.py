@@ -1,4 +1,4 @@
-"""Perplexity by context length."""
+"""Perplexity by context length, loss by position, and the test of chunk borders."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from support.corpora import write_tokenizer
 
 from gecko.data import load_tokenizer
 from gecko.eval import GeckoModel, Results
-from gecko.eval.perplexity import perplexity
+from gecko.eval.perplexity import PositionGrid, perplexity, positions
 from gecko.eval.scored_model import Cursor, measure, open_texts
 
 TEXT = "Emma Woodhouse, handsome, clever, and rich,\n with a comfortable   home — naïve. ".encode() * 40
+GRID = PositionGrid(length=64, chunk=8, bin=2, first=2)
+NOISE = np.random.default_rng(0).integers(97, 123, 4000, dtype=np.uint8).tobytes()
 
 
-def value(results: Results, name: str, context: int) -> float:
-    (found,) = [score for score in results.scores if score.name == name and score.where == {"context": context}]
+def value(results: Results, name: str, context: int | None = None) -> float:
+    """Return a score at a context, or without one a score of the positions of ``GRID``."""
+    where = {"chunk": GRID.chunk, "first": GRID.first} if context is None else {"context": context}
+    (found,) = [score for score in results.scores if score.name == name and score.where == where]
     return found.value
 
 
@@ -91,3 +96,61 @@ def test_words_and_bytes_however_the_text_is_cut(kind: str, cut: int, tmp_path: 
     assert (size.words, size.tokens) == (len(TEXT.split()), len(ids))
     if cut > 3:  # a cut inside a character can lose its bytes
         assert size.bytes == len(TEXT)
+
+
+def test_numbers_are_those_of_all_losses_at_once(model: GeckoModel, write: Any) -> None:
+    results = positions(model, write(NOISE[:1000]), GRID)
+    rows = torch.tensor(list(NOISE[:960])).view(-1, 64)
+    losses = model.model.token_losses(torch.cat([torch.full((15, 1), 256), rows[:, :-1]], dim=1), rows)[0].numpy()
+    chunks = losses[:, 8:].reshape(-1, 8)
+    curves = {"by_position": losses.reshape(15, 32, 2).mean(2), "in_chunk": chunks.reshape(-1, 4, 2).mean(2)}
+    for name, bins in curves.items():
+        curve = results.details[name]
+        assert [point["position"] for point in curve] == list(range(0, 2 * len(curve), 2))
+        np.testing.assert_allclose([point["mean"] for point in curve], bins.mean(0))
+        np.testing.assert_allclose([point["standard_error"] for point in curve], stats.sem(bins))
+    difference = chunks[:, :2].mean(1) - chunks[:, 2:].mean(1)
+    test = stats.ttest_1samp(difference, 0)
+    found = [value(results, name) for name in ("border minus rest", "t", "p, two-sided")]
+    np.testing.assert_allclose(found, [difference.mean(), test.statistic, test.pvalue])
+    interval = next(score.interval for score in results.scores if score.name == "border minus rest")
+    assert interval is not None
+    np.testing.assert_allclose([interval.low, interval.high], test.confidence_interval())
+    assert {score.n for score in results.scores} == {15 * 7}
+
+
+@pytest.mark.parametrize("rise", [0.0, 0.2])
+def test_a_rise_at_borders_is_found_and_only_where_there_is_one(rule_model: Any, write: Any, rise: float) -> None:
+    results = positions(rule_model(lambda position, token: token / 26 + rise * (position % 8 < 2)), write(NOISE), GRID)
+    p = value(results, "p, two-sided")
+    assert p < 1e-3 if rise else p > 0.05
+    assert value(results, "border minus rest") == pytest.approx(rise, abs=0.1)
+    phases = [point["mean"] for point in results.details["in_chunk"]]
+    assert len(phases) == 4 and (phases[0] - np.mean(phases[1:]) > 0.1) == bool(rise)
+
+
+def test_the_first_chunk_is_not_a_border(rule_model: Any, write: Any) -> None:
+    results = positions(rule_model(lambda position, token: 100.0 if position < 8 else 1.0), write(NOISE), GRID)
+    assert value(results, "nats after a border") == pytest.approx(1)
+    assert results.details["by_position"][0]["mean"] == pytest.approx(100)
+    assert not any(score.name == "t" for score in results.scores), "all alike: nothing to test"
+
+
+def test_what_is_missing_is_said(model: GeckoModel, write: Any) -> None:
+    one = positions(model, write(NOISE[:100], NOISE[:20]), GRID)
+    assert any("shorter than a segment" in note for note in one.notes)
+    assert any("no standard error" in note for note in one.notes)
+    assert all(point["standard_error"] is None for point in one.details["by_position"])
+    with pytest.raises(ValueError, match="at least as long as a segment, 64 tokens; none of 1"):
+        positions(model, write(NOISE[:63]), GRID)
+    assert positions(model, write(NOISE[:150], NOISE), GRID, segments=3).settings["segments"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"length": 8}, "two whole chunks"), ({"length": 60}, "two whole chunks"), ({"bin": 3}, "must divide a chunk"),
+     ({"first": 8}, "1 to 7"), ({"chunk": 1}, "at least 2 tokens")],
+)  # fmt: skip
+def test_grids_that_show_no_border_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PositionGrid(**({"length": 64, "chunk": 8, "bin": 2, "first": 2} | changes))

@@ -31,9 +31,8 @@ def test_every_length_has_all_scores(model: GeckoModel, kind: str) -> None:
 def test_times_are_those_of_the_text_and_of_single_tokens(model: GeckoModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a text takes a second a token here, a new token 10 s; a document end stops no measurement."""
     after = model.read(torch.tensor([256, 65]))
-    assert len(list(model.stream(after, NEW_TOKENS))) == NEW_TOKENS and not list(
-        model.stream(after, 3, set(range(264)))
-    )
+    assert len(list(model.stream(after, NEW_TOKENS))) == NEW_TOKENS
+    assert not list(model.stream(after, 3, set(range(264))))
     now, read, texts = [0.0], GeckoModel.read, []
 
     def slow_read(self: GeckoModel, tokens: torch.Tensor, after: None = None) -> object:

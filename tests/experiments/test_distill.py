@@ -89,10 +89,8 @@ def test_the_first_two_chunks_stay_the_llamas_to_the_bit(
 
 
 def test_full_attention_is_a_window_that_holds_the_row(llama: Gecko) -> None:
-    wide = sharing_parameters(llama, chunk_size=64, bfloat16_window=False)
-    assert torch.allclose(
-        logits(full_attention(llama, 30), tokens(length=30)), logits(wide, tokens(length=30)), atol=1e-5
-    )
+    wide, given = sharing_parameters(llama, chunk_size=64, bfloat16_window=False), tokens(length=30)
+    assert torch.allclose(logits(full_attention(llama, 30), given), logits(wide, given), atol=1e-5)
 
 
 @pytest.mark.parametrize("loss_of", [module.layer_losses, module.logit_loss])

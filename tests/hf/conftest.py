@@ -1,6 +1,7 @@
 """Small models in folders; transformers without network and progress bars."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,11 +47,22 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def improved(trainer: Any) -> bool:
+    found = losses(trainer)
+    return len(found) == 20 and all(map(math.isfinite, found)) and sum(found[-5:]) < 0.9 * sum(found[:5])
+
+
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bytes")
     text_model().save(folder)
     return folder
+
+
+@pytest.fixture
+def model(text_folder: Path) -> Any:
+    """Return the model of transformers."""
+    return AutoModelForCausalLM.from_pretrained(text_folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,14 @@
-"""Trainer, LoRA with PEFT and SFT with TRL train, and what they save can be loaded."""
+"""LoRA with PEFT and SFT with TRL train, and what they save can be loaded."""
 
 import dataclasses
 import json
-import math
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hf.conftest import BYTES, arguments, losses
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
+from hf.conftest import BYTES, arguments, improved
+from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 import gecko
 from gecko.hf import PROJECTIONS, byte_tokenizer, chat_tokenizer
@@ -23,16 +16,6 @@ from gecko.hf import PROJECTIONS, byte_tokenizer, chat_tokenizer
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 TEXTS = [f"question {i}: what is {i} + {i}? answer: {2 * i}." for i in range(24)]
-
-
-def improved(trainer: Trainer) -> bool:
-    found = losses(trainer)
-    return len(found) == 20 and all(map(math.isfinite, found)) and sum(found[-5:]) < 0.9 * sum(found[:5])
-
-
-@pytest.fixture
-def model(text_folder):
-    return AutoModelForCausalLM.from_pretrained(text_folder)
 
 
 @pytest.fixture
@@ -45,43 +28,6 @@ def lines(tmp_path) -> str:
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(torch.arange(30).unsqueeze(0)).logits
-
-
-def test_trainer(model, tmp_path):
-    pytest.importorskip("accelerate")
-    tokenizer = byte_tokenizer()
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(**arguments(tmp_path), gradient_accumulation_steps=2),
-        train_dataset=[{"input_ids": tokenizer(text).input_ids} for text in TEXTS],
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    assert improved(trainer)
-    trainer.save_model(str(tmp_path / "saved"))
-    with torch.no_grad():
-        assert torch.equal(gecko.load(tmp_path / "saved")(torch.arange(30).unsqueeze(0))[0], logits(model))
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token_id == 257
-
-
-def test_gradient_accumulation_is_one_large_batch(text_folder, tmp_path):
-    """Rows have unequal lengths; the loss is the mean over all their tokens, however they are divided."""
-    pytest.importorskip("accelerate")
-    tokenizer = byte_tokenizer()
-    tokenizer.padding_side = "right"  # on the left, transformers counts a row's first token as predicted from padding
-    found = []
-    for rows, steps in ((6, 1), (2, 3)):
-        given = arguments(tmp_path, per_device_train_batch_size=rows, max_steps=1)
-        trainer = Trainer(
-            model=AutoModelForCausalLM.from_pretrained(text_folder),
-            args=TrainingArguments(**given, gradient_accumulation_steps=steps),
-            train_dataset=[{"input_ids": tokenizer("x" * (1 + i * i)).input_ids} for i in range(6)],
-            data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        )
-        trainer.train()
-        found.append(losses(trainer)[0])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_lora(model, text_folder, lines, tmp_path):
@@ -169,26 +115,35 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_compute_the_same_whole_by_token_saved_and_merged(kind, text_folder, tmp_path):
+def test_adapters_compute_the_same_whole_by_token_saved_and_merged(kind, model, text_folder, tmp_path):
     peft = pytest.importorskip("peft")
     name, settings = ADAPTERS[kind]
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(text_folder), getattr(peft, name)(**settings))
-    ids = torch.arange(24).unsqueeze(0)
+    ids, before = torch.arange(24).unsqueeze(0), logits(model)
+    adapted = peft.get_peft_model(model, getattr(peft, name)(**settings))
     torch.manual_seed(3)
     with torch.no_grad():
         for weight in (x for x in adapted.parameters() if x.requires_grad):
             weight.add_(0.1 * torch.randn_like(weight))
-        whole = adapted.eval()(ids).logits
-        assert not torch.allclose(whole, AutoModelForCausalLM.from_pretrained(text_folder)(ids).logits, atol=1e-3)
+        whole, trained = adapted.eval()(ids).logits, logits(adapted)
+        assert not torch.allclose(trained, before, atol=1e-3)
         cache, parts = None, []
         for begin, end in ((0, 11), *((i, i + 1) for i in range(11, 24))):
             part = adapted(ids[:, begin:end], past_key_values=cache, use_cache=True)
             cache, parts = part.past_key_values, [*parts, part.logits]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
-        adapted.save_pretrained(tmp_path)
-        again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path).eval()
+        inputs, greedy = byte_tokenizer()(["def f(", "a"], padding=True, return_tensors="pt"), {"max_new_tokens": 8}
+        made = [adapted.generate(**inputs, **greedy, do_sample=False, use_cache=cached) for cached in (True, False)]
+        assert torch.equal(*made)
+        adapted.save_pretrained(tmp_path / "adapter")
+        assert not (tmp_path / "adapter" / "model.safetensors").exists()
+        base = AutoModelForCausalLM.from_pretrained(text_folder)
+        again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
         torch.testing.assert_close(again(ids).logits, whole)
-        torch.testing.assert_close(again.merge_and_unload()(ids).logits, whole, atol=1e-4, rtol=1e-4)
+        merged = again.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits, whole, atol=1e-4, rtol=1e-4)
+        merged.save_pretrained(tmp_path / "merged")
+        written, _ = gecko.load(tmp_path / "merged")(ids)
+        torch.testing.assert_close(written, whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packing", [False, True])

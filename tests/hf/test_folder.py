@@ -30,10 +30,17 @@ def test_transformers_opens_a_run_and_its_checkpoints_with_their_tokenizer(tmp_p
     expected = gecko.generate(gecko.load(run), [256, *b"def f("], max_new_tokens=6, temperature=0).tokens[0]
     for folder in (run, last):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        for text in ("", "a<|pad|>\x00Größe 中\ud7ff<|endoftext|>"):
-            assert tokenizer(text).input_ids == [256, *text.encode()] == byte_tokenizer()(text).input_ids
-        assert tokenizer.decode([*"Größe".encode(), 256], skip_special_tokens=True) == "Größe"
-        assert tokenizer(["a", "bcd"], padding=True).input_ids[0] == [257, 257, 256, 97]
+        byte_tokenizer().save_pretrained(tmp_path / "made")
+        made = load_tokenizer(str(tmp_path / "made"))
+        for text in ("", "a<|pad|>\x00Größe 中\ud7ff<|endoftext|>", "a λ\n\r  b ", "don't", "日本 🦎"):
+            ids = [256, *text.encode()]
+            assert tokenizer(text).input_ids == ids == byte_tokenizer()(text).input_ids == [256, *made.encode(text)]
+            assert tokenizer.decode(ids, skip_special_tokens=True) == text
+            assert byte_tokenizer().decode(ids, skip_special_tokens=True) == text
+        for one in (tokenizer, byte_tokenizer()):
+            assert one(["a", "bcd"], padding=True).input_ids == [[257, 257, 256, 97], [256, 98, 99, 100]]
+            assert (one.bos_token_id, one.eos_token_id, one.pad_token_id) == (256, 256, 257)
+        assert made.document_start == 256
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         with torch.no_grad():
             assert torch.equal(model(tokens(2, 40)).logits, gecko.load(folder)(tokens(2, 40))[0])
@@ -118,22 +125,25 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant, text_folder, monk
     assert not theirs.is_gradient_checkpointing
 
 
+def write_without(name: str, source: Path, folder: Path, other: str | None = None) -> dict[str, torch.Tensor]:
+    """Write a model's folder without a parameter, or with another name for it; return the other parameters."""
+    weights = load_file(source / "model.safetensors")
+    missing = weights.pop(name)
+    save_file(weights | ({other: missing} if other else {}), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return weights
+
+
 @pytest.mark.parametrize("other", [None, "model.gecko.blocks.1.mixer.to_value.bios"])
 def test_a_folder_without_its_parameters_is_refused(other, text_folder, tmp_path):
-    weights = load_file(text_folder / "model.safetensors")
-    moved = weights.pop("model.gecko.blocks.1.mixer.to_value.bias")
-    save_file(weights | ({other: moved} if other else {}), tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
+    write_without("model.gecko.blocks.1.mixer.to_value.bias", text_folder, tmp_path, other)
     with pytest.raises(ValueError, match=r"must hold the parameters of its config; missing keys: .*to_value.bias"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_missing_parameters_are_drawn_where_the_caller_is_told(text_folder, tmp_path):
-    weights = load_file(text_folder / "model.safetensors")
     name = "model.gecko.blocks.1.mixer.cema.alpha"
-    del weights[name]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
+    weights = write_without(name, text_folder, tmp_path)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert set(info["missing_keys"]) == {name}
     found = dict(model.named_parameters())
@@ -212,15 +222,3 @@ def test_damage_of_several_files_is_noticed(damage, tmp_path):
     damage(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=DAMAGES[damage]):
         gecko.load(tmp_path)
-
-
-def test_bytes_tokenizer(tmp_path: Path):
-    made, plain = byte_tokenizer(), ByteTokenizer()
-    made.save_pretrained(tmp_path)
-    for text in ("", "a λ\n\r\x00  b ", "don't <|endoftext|> <|pad|>", "日本 🦎"):
-        ids = made(text).input_ids
-        assert ids == [256, *plain.encode(text)] == [256, *load_tokenizer(str(tmp_path)).encode(text)]
-        assert made.decode(ids, skip_special_tokens=True) == text
-    assert made(["ab", "c"], padding=True).input_ids == [[256, 97, 98], [257, 256, 99]]
-    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id) == (256, 256, 257)
-    assert load_tokenizer(str(tmp_path)).document_start == 256

@@ -1,4 +1,4 @@
-"""``Trainer`` evaluates, predicts, resumes, and keeps the best model with the right weights."""
+"""``Trainer`` trains, evaluates, predicts, resumes, and keeps the best model with the right weights."""
 
 import itertools
 from pathlib import Path
@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hf.conftest import arguments
+from hf.conftest import arguments, improved, losses
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
 
 import gecko
 from gecko.hf import PROJECTIONS, byte_tokenizer
@@ -21,18 +27,38 @@ TOKENIZER.padding_side = "right"
 ROWS = [{"input_ids": TOKENIZER("xy" * (3 + i * i % 11)).input_ids} for i in range(12)]
 
 
-def trainer(model: torch.nn.Module, folder: Path, **options: Any) -> Trainer:
+def trainer(model: torch.nn.Module, folder: Path, rows: Any = ROWS, **options: Any) -> Trainer:
     sizes = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 5}
     return Trainer(
-        model=model, compute_metrics=options.pop("compute_metrics", None), train_dataset=ROWS, eval_dataset=ROWS[:7],
-        data_collator=DataCollatorForLanguageModeling(TOKENIZER, mlm=False),
+        model=model, compute_metrics=options.pop("compute_metrics", None), train_dataset=rows, eval_dataset=ROWS[:7],
+        data_collator=DataCollatorForLanguageModeling(TOKENIZER, mlm=False), processing_class=TOKENIZER,
         args=TrainingArguments(**arguments(folder, **sizes | options)),
     )  # fmt: skip
 
 
-@pytest.fixture
-def model(text_folder):
-    return AutoModelForCausalLM.from_pretrained(text_folder)
+def test_what_was_trained_is_saved(model, tmp_path):
+    sizes = {"max_steps": 20, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    texts = [f"question {i}: what is {i} + {i}? answer: {2 * i}." for i in range(24)]
+    run = trainer(model, tmp_path, [{"input_ids": TOKENIZER(text).input_ids} for text in texts], **sizes)
+    run.train()
+    assert improved(run)
+    run.save_model(str(tmp_path / "saved"))
+    ids = torch.arange(30).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(gecko.load(tmp_path / "saved")(ids)[0], model.eval()(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token_id == 257
+
+
+def test_gradient_accumulation_is_one_large_batch(text_folder, tmp_path):
+    """Rows have unequal lengths; the loss is the mean over all their tokens, however they are divided. With padding on
+    the left, transformers would count a row's first token as predicted from padding."""
+    texts, found = [{"input_ids": TOKENIZER("x" * (1 + i * i)).input_ids} for i in range(6)], []
+    for rows, steps in ((6, 1), (2, 3)):
+        sizes = {"max_steps": 1, "per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
+        run = trainer(AutoModelForCausalLM.from_pretrained(text_folder), tmp_path, texts, **sizes)
+        run.train()
+        found.append(losses(run)[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(text_folder, tmp_path):

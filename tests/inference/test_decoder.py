@@ -4,12 +4,13 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inference.conftest import assert_same_states
 from support import cases
 from torch import Tensor
 
@@ -51,16 +52,28 @@ def run(decoder: Decoder, tokens: Tensor) -> Tensor:
         return torch.stack([decoder.step(column.tolist()).clone() for column in tokens.unbind(1)], 1)
 
 
-def assert_same_states(found: GeckoState, expected: GeckoState, tolerance: float) -> None:
-    for name, tensor in expected.tensors().items():
-        torch.testing.assert_close(
-            found.tensors()[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name
-        )
+def assert_decoded_as_read(model: gecko.Gecko, backend: str | None, tolerance: float) -> None:
+    """Compare steps of ``backend`` with a call of the model itself over the whole text."""
+    vocabulary, generator = model.config.vocab_size, torch.Generator().manual_seed(2)
+    text = torch.randint(vocabulary, (1, 2 * model.config.chunk_size + 4 + STEPS), generator=generator)
+    decoder = start(model, [text[0, :-STEPS]])
+    assert decoder.backend == backend
+    with torch.inference_mode():
+        expected, _ = model(text)
+    torch.testing.assert_close(run(decoder, text[:, -STEPS:]), expected[:, -STEPS:], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("variant", cases.IN_C)
-def test_steps_in_c_are_calls_in_float64(variant: str) -> None:
-    model = cases.model(variant, torch.float32)
+UNEVEN = {"model_dim": 20, "key_dim": 12, "value_dim": 10, "ffn_dim": 19, "cema_modes": 3, "chunk_size": 7}
+"""Sizes that do not fill registers."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [*((name, {}) for name in cases.IN_C), ("gecko", UNEVEN), ("gecko", {**UNEVEN, "memory": "linear"})],
+    ids=[*cases.IN_C, "uneven", "uneven-linear"],
+)
+def test_steps_in_c_are_calls_in_float64(variant: str, changes: dict[str, Any]) -> None:
+    model = cases.model(variant, torch.float32, **changes)
     exact = copy.deepcopy(model).double()
     tokens = [cases.tokens(1, length + STEPS, seed)[0] for seed, length in enumerate(LENGTHS)]
     decoder = start(model, [text[:length] for text, length in zip(tokens, LENGTHS, strict=True)])
@@ -72,21 +85,6 @@ def test_steps_in_c_are_calls_in_float64(variant: str) -> None:
         torch.testing.assert_close(logits[slot].double(), expected[0, length:], rtol=1e-3, atol=1e-3)
         assert_same_states(decoder.state(slot), state, 1e-3)
         assert decoder.state(slot).position == [len(text)]
-
-
-@pytest.mark.parametrize("memory", ["adaptive", "linear"])
-def test_sizes_need_not_fill_registers(memory: Literal["adaptive", "linear"]) -> None:
-    sizes = {"model_dim": 20, "key_dim": 12, "value_dim": 10, "ffn_dim": 19, "cema_modes": 3, "chunk_size": 7}
-    torch.manual_seed(0)
-    model = gecko.Gecko(replace(cases.SMALL, memory=memory, **sizes))
-    exact = copy.deepcopy(model).double()
-    tokens = cases.tokens(1, 5 + STEPS, 1)
-    decoder = start(model, [tokens[0, :5]])
-    assert decoder.backend == "cpu"
-    with torch.no_grad():
-        expected, state = exact(tokens)
-    torch.testing.assert_close(run(decoder, tokens[:, 5:]).double(), expected[:, 5:], rtol=1e-3, atol=1e-3)
-    assert_same_states(decoder.state(0), state, 1e-3)
 
 
 @pytest.mark.parametrize("length", [cases.CHUNK + 4, 2 * cases.CHUNK + 3])
@@ -108,9 +106,14 @@ def test_a_document_in_the_prompt_is_kept_apart(variant: str, length: int) -> No
             assert_same_states(decoder.state(0), after, 1e-3)
 
 
-def assert_rows_are_what_they_are_alone(model: gecko.Gecko, prefills: Sequence[Prefill], steps: int) -> None:
-    """The logits of each row have the same bits alone, and on any number of threads."""
-    tokens = cases.tokens(len(prefills), steps, 9)
+@pytest.mark.parametrize("name", [*cases.IN_C, "bfloat16", "8 bit", "4 bit"])
+def test_logits_depend_on_no_other_row_and_no_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has the same bits as alone."""
+    monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
+    model = cases.model(name, torch.float32) if name in cases.IN_C else in_format(name)
+    prefills = [prefill_of(model, length, length) for length in (1, 5, 16, 31, 40)]
+    tokens = cases.tokens(len(prefills), STEPS, 9)
+    assert decode_from(model, prefills).backend == "cpu"
     expected = run(decode_from(model, prefills), tokens)
     for slot, prefill in enumerate(prefills):
         found = run(decode_from(model, [prefill]), tokens[slot : slot + 1])
@@ -122,14 +125,6 @@ def assert_rows_are_what_they_are_alone(model: gecko.Gecko, prefills: Sequence[P
             assert torch.equal(run(decode_from(model, prefills), tokens), expected), f"{threads} threads"
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("variant", cases.IN_C)
-def test_logits_depend_on_no_other_row_and_no_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
-    model = cases.model(variant, torch.float32)
-    prefills = [prefill_of(model, length, seed) for seed, length in enumerate(LENGTHS)]
-    assert_rows_are_what_they_are_alone(model, prefills, STEPS)
 
 
 @pytest.mark.parametrize("variant", cases.IN_C)
@@ -238,11 +233,7 @@ def test_weights_in_bfloat16_are_read_as_they_are() -> None:
     model = cases.model("gecko", torch.float32).bfloat16()
     wide = copy.deepcopy(model).float()
     prefill, tokens = prefill_of(wide, 3 * cases.CHUNK), cases.tokens(1, STEPS, 2)
-    decoders = [
-        decode_from(model, [prefill]),
-        decode_from(wide, [prefill]),
-        decode_from(model, [prefill_of(model, 20)]),
-    ]
+    decoders = [decode_from(*of) for of in ((model, [prefill]), (wide, [prefill]), (model, [prefill_of(model, 20)]))]
     assert {decoder.backend for decoder in decoders} == {"cpu"}
     found, expected, own = (run(decoder, tokens) for decoder in decoders)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -274,27 +265,9 @@ def test_a_window_in_bfloat16_needs_the_decoder_in_c() -> None:
         Decoder(cases.model("gecko", torch.float64), 1, torch.bfloat16)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_weights_are_those_of_torchao(bits: int) -> None:
-    pytest.importorskip("torchao")
-    from gecko.io.quantization import quantize
-
-    config = gecko.GeckoConfig.preset("tiny", num_layers=2, chunk_size=16)
-    torch.manual_seed(0)
-    model = gecko.Gecko(config).eval()
-    quantize(model, bits)
-    prompt, tokens = torch.randint(264, (40,)), torch.randint(264, (1, 50))
-    decoder = start(model, [prompt])
-    assert decoder.backend == "cpu"
-    found = run(decoder, tokens)
-    with torch.inference_mode():
-        expected, _ = model(torch.cat([prompt, tokens[0]]).unsqueeze(0))
-    torch.testing.assert_close(found, expected[:, len(prompt) :], rtol=1e-3, atol=1e-3)
-
-
-def in_format(name: str) -> gecko.Gecko:
+def in_format(name: str, ffn_dim: int = 160, value_dim: int = 192) -> gecko.Gecko:
     """Return a small model in float32, bfloat16, or quantised to 8 or 4 bits; its layers are of many tiles' sizes."""
-    config = gecko.GeckoConfig.preset("tiny", num_layers=2, chunk_size=16, ffn_dim=160, value_dim=192)
+    config = gecko.GeckoConfig.preset("tiny", num_layers=2, chunk_size=16, ffn_dim=ffn_dim, value_dim=value_dim)
     torch.manual_seed(0)
     model = gecko.Gecko(config).eval()
     if name == "bfloat16":
@@ -307,13 +280,9 @@ def in_format(name: str) -> gecko.Gecko:
     return model
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "8 bit", "4 bit"])
-def test_rows_with_fewer_bits_are_what_they_are_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gecko.ops.decoding.cpu.WEIGHTS_PER_THREAD", 1)
-    model = in_format(name)
-    prefills = [prefill_of(model, length, length) for length in (1, 5, 16, 31, 40)]
-    assert decode_from(model, prefills).backend == "cpu"
-    assert_rows_are_what_they_are_alone(model, prefills, 20)
+@pytest.mark.parametrize("name", ["8 bit", "4 bit"])
+def test_quantised_weights_are_those_of_torchao(name: str) -> None:
+    assert_decoded_as_read(in_format(name, 256, 256), "cpu", 1e-3)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-38, 1e18])
@@ -344,13 +313,7 @@ def test_other_models_decode_in_pytorch(kind: str, monkeypatch: pytest.MonkeyPat
         model.blocks[0].mixer.cema.__class__ = Doubled
     if kind == "no library":
         monkeypatch.setattr("gecko.inference.packed_weights.library", lambda _: None)
-    prompt, tokens = cases.tokens(1, 20)[0], cases.tokens(1, STEPS, 2)
-    decoder = start(model, [prompt])
-    assert decoder.backend is None
-    found = run(decoder, tokens)
-    with torch.inference_mode():
-        expected, _ = model(torch.cat([prompt, tokens[0]]).unsqueeze(0))
-    torch.testing.assert_close(found, expected[:, len(prompt) :], rtol=1e-4, atol=1e-4)
+    assert_decoded_as_read(model, None, 1e-4)
 
 
 @settings(max_examples=12)

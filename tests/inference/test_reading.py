@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inference.conftest import assert_same_states
+from serving.texts import text
 from torch import Tensor
 
 import gecko
@@ -16,16 +18,6 @@ from gecko.inference.prefix_cache import PrefixCache
 from gecko.inference.request import Finished, KeptStates, Request
 from gecko.inference.scheduler import Engine
 
-
-def ids(length: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_same(found: gecko.GeckoState, expected: gecko.GeckoState) -> None:
-    for name, tensor in expected.tensors().items():
-        torch.testing.assert_close(found.tensors()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
-
-
 # ---- Prefill gives the same result for any division of the prompt, in bounded memory.
 
 
@@ -33,7 +25,7 @@ def assert_same(found: gecko.GeckoState, expected: gecko.GeckoState) -> None:
 @given(length=st.integers(1, 90), cuts=st.lists(st.integers(0, 90), max_size=5), piece=st.integers(1, 100))
 def test_neither_pieces_nor_parts_matter(model: gecko.Gecko, length: int, cuts: list[int], piece: int) -> None:
     """The prefill is what one call of the model gives, and so are the losses."""
-    tokens = ids(length)
+    tokens = text(length)
     parts = torch.tensor_split(tokens, sorted(cuts))
     with torch.no_grad():
         logits, state = model(tokens.unsqueeze(0))
@@ -41,7 +33,7 @@ def test_neither_pieces_nor_parts_matter(model: gecko.Gecko, length: int, cuts: 
     assert cut.state.position == [length]
     torch.testing.assert_close(cut.logits, logits[0, -1], rtol=1e-4, atol=1e-4)
     for found in (cut.state, scored[-1].state):
-        assert_same(found, state)
+        assert_same_states(found, state, 1e-4)
     losses = torch.cat([losses for losses, _ in scored])
     assert losses.shape == (length - 1,)
     if length > 1:
@@ -52,8 +44,8 @@ def test_neither_pieces_nor_parts_matter(model: gecko.Gecko, length: int, cuts: 
 def test_pieces_end_at_multiples_of_their_length_wherever_the_state_stands(
     model: gecko.Gecko, calls: list[tuple[int, int]]
 ) -> None:
-    state = read(model, [ids(5)]).state
-    read(model, [ids(30), ids(20)], state, piece=16)
+    state = read(model, [text(5)]).state
+    read(model, [text(30), text(20)], state, piece=16)
     assert calls == [(1, length) for length in (5, 11, 16, 16, 7)]
 
 
@@ -70,7 +62,7 @@ def test_parts_are_taken_when_they_are_needed(model: gecko.Gecko) -> None:
         nonlocal taken
         for _ in range(40):
             taken += 10
-            yield ids(10)
+            yield text(10)
 
     def watched(tokens: Tensor, **more: object) -> object:
         result = hidden(tokens, **more)
@@ -87,7 +79,7 @@ def test_parts_are_taken_when_they_are_needed(model: gecko.Gecko) -> None:
 def test_memory_does_not_grow_with_the_text(model: gecko.Gecko) -> None:
     def resident_after(pieces: int) -> int:
         nonlocal state
-        state = read(model, (ids(4096, i) for i in range(pieces)), state, piece=512).state
+        state = read(model, (text(4096, i) for i in range(pieces)), state, piece=512).state
         return psutil.Process().memory_info().rss
 
     state = None
@@ -98,7 +90,7 @@ def test_memory_does_not_grow_with_the_text(model: gecko.Gecko) -> None:
 
 
 def test_what_is_no_prompt_is_refused(model: gecko.Gecko) -> None:
-    for before in (None, read(model, [ids(3)]).state):
+    for before in (None, read(model, [text(3)]).state):
         with pytest.raises(ValueError, match="at least one token"):
             read(model, [torch.empty(0, dtype=torch.int64)], before)
     assert list(score(model, [])) == []
@@ -110,7 +102,7 @@ def test_what_is_no_prompt_is_refused(model: gecko.Gecko) -> None:
             with pytest.raises(TypeError, match="1-D integers"):
                 way(model, [wrong])
         with pytest.raises(ValueError, match="one row; got 3"):
-            way(model, [ids(3)], model.empty_state(3))
+            way(model, [text(3)], model.empty_state(3))
 
 
 # ---- Several prompts in one call of the model: each gets what it would get alone.
@@ -131,20 +123,20 @@ def check(
 ) -> None:
     for prompt, before, keep in zip(prompts, states, kept, strict=True):
         assert keep.prompt is not None
-        assert_same(keep.prompt, read(model, [prompt], before).state)
+        assert_same_states(keep.prompt, read(model, [prompt], before).state, 1e-4)
 
 
 def test_short_prompts_are_read_in_one_call(model: gecko.Gecko, calls: list[tuple[int, int]]) -> None:
-    prompts = [ids(length, length) for length in (30, 25, 28, 31)]
+    prompts = [text(length, length) for length in (30, 25, 28, 31)]
     kept = run(Engine(model, rows=4), prompts, [None] * 4)
     assert calls == [(4, 31)]
     check(model, prompts, [None] * 4, kept)
 
 
 def test_prompts_after_states_at_different_positions(model: gecko.Gecko, calls: list[tuple[int, int]]) -> None:
-    states = [read(model, [ids(length, 50)]).state if length else None for length in (5, 0, 16, 40)]
+    states = [read(model, [text(length, 50)]).state if length else None for length in (5, 0, 16, 40)]
     calls.clear()
-    prompts = [ids(length, length) for length in (20, 22, 24, 19)]
+    prompts = [text(length, length) for length in (20, 22, 24, 19)]
     kept = run(Engine(model, rows=4), prompts, states)
     assert calls == [(4, 24)]
     check(model, prompts, states, kept)
@@ -161,15 +153,15 @@ def test_prompts_after_states_at_different_positions(model: gecko.Gecko, calls: 
 def test_which_prompts_are_read_together(
     model: gecko.Gecko, calls: list[tuple[int, int]], lengths: list[int], expected: list[tuple[int, int]]
 ) -> None:
-    run(Engine(model, rows=32), [ids(length, i) for i, length in enumerate(lengths)], [None] * len(lengths))
+    run(Engine(model, rows=32), [text(length, i) for i, length in enumerate(lengths)], [None] * len(lengths))
     assert calls == expected
 
 
 def test_a_common_beginning_is_read_once(model: gecko.Gecko, calls: list[tuple[int, int]]) -> None:
-    shared = ids(40, 0)
-    prompts = [torch.cat([shared, ids(4, seed)]) for seed in (1, 2)]
+    shared = text(40, 0)
+    prompts = [torch.cat([shared, text(4, seed)]) for seed in (1, 2)]
     engine = Engine(model, rows=2, prefix_cache=PrefixCache(1 << 24))
-    run(engine, [torch.cat([shared, ids(4, 3)])], [None])
+    run(engine, [torch.cat([shared, text(4, 3)])], [None])
     calls.clear()
     kept = run(engine, prompts, [None] * 2)
     assert sorted(calls) == [(1, 4), (1, 4), (1, 40)]
@@ -178,7 +170,7 @@ def test_a_common_beginning_is_read_once(model: gecko.Gecko, calls: list[tuple[i
 
 def test_a_prompt_that_fails_fails_alone(model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the call that it shares with others, or in its second piece."""
-    hidden, good, bad = model.hidden, [ids(9, 1).clamp(min=8), ids(9, 2).clamp(min=8)], torch.full((9,), 7)
+    hidden, good, bad = model.hidden, [text(9, 1).clamp(min=8), text(9, 2).clamp(min=8)], torch.full((9,), 7)
 
     def failing(tokens: Tensor, **more: object) -> object:
         if (tokens == 7).all(1).any():
@@ -186,7 +178,7 @@ def test_a_prompt_that_fails_fails_alone(model: gecko.Gecko, monkeypatch: pytest
         return hidden(tokens, **more)
 
     monkeypatch.setattr(model, "hidden", failing)
-    for wrong, read_before in ((bad, 0), (torch.cat([good[0], ids(7, 3).clamp(min=8), bad]), 16)):
+    for wrong, read_before in ((bad, 0), (torch.cat([good[0], text(7, 3).clamp(min=8), bad]), 16)):
         engine = Engine(model, rows=3, piece=None if wrong is bad else 16)
         names = [engine.submit(Request(prompt, 2, Sampling(0.0))) for prompt in (good[0], wrong, good[1])]
         ends: dict[int, Finished] = {}
@@ -200,7 +192,7 @@ def test_a_prompt_that_fails_fails_alone(model: gecko.Gecko, monkeypatch: pytest
 
 
 def test_a_state_goes_on_and_its_next_token_is_not_scored(model: gecko.Gecko) -> None:
-    tokens = ids(60)
+    tokens = text(60)
     before = read(model, [tokens[:20]]).state
     scored = list(score(model, [tokens[20:]], before, piece=16))
     expected, _ = model.token_losses(tokens[None, :-1], tokens[None, 1:])
@@ -210,5 +202,5 @@ def test_a_state_goes_on_and_its_next_token_is_not_scored(model: gecko.Gecko) ->
 
 
 def test_between_two_pieces_gradients_are_as_the_caller_has_them(model: gecko.Gecko) -> None:
-    for _ in score(model, [ids(50)], piece=16):
+    for _ in score(model, [text(50)], piece=16):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

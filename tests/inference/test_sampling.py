@@ -64,8 +64,8 @@ def by_hand(
     return [chance.get(i, 0.0) / total for i in range(len(logits))]
 
 
-def draw(logits: Tensor, sampling: Sampling, randoms: list[Iterator[float]], seen: Tensor | None = None) -> list[int]:
-    return Sampler([sampling] * len(logits)).draw(logits, randoms, seen)
+def draw(logits: Tensor, sampling: Sampling, randoms: list[Iterator[float]], *more: Any) -> list[int]:
+    return Sampler([sampling] * len(logits)).draw(logits, randoms, *more)
 
 
 def probabilities(
@@ -112,8 +112,7 @@ def test_a_bias_excludes_tokens(temperature: float, bias: float) -> None:
     ):  # fmt: skip
         sampling = Sampling(temperature, logit_bias={0: bias, 2: bias}, **{name: value})
         counts = counts_of([sampling] * 100, 4)
-        found = Sampler([sampling] * 100).draw(logits, [random_numbers(seed) for seed in range(100)], seen, counts)
-        assert set(found) <= {1, 3}
+        assert set(draw(logits, sampling, [random_numbers(seed) for seed in range(100)], seen, counts)) <= {1, 3}
     with pytest.raises(ValueError, match="must leave a token"):
         Sampling(temperature, logit_bias=dict.fromkeys(range(4), bias)).check_ids(4)
 
@@ -126,17 +125,12 @@ def test_a_row_draws_what_it_would_draw_alone(samplings: list[Sampling], seed: i
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(samplings), 30, generator=generator)
     seen = torch.rand(logits.shape, generator=generator) < 0.3
-
-    def randoms(rows: range) -> list[Iterator[float]]:
-        return [random_numbers(row) for row in rows]
-
-    counts = counts_of(samplings, 30, seed)
-    together = Sampler(samplings).draw(logits, randoms(range(len(samplings))), seen, counts)
+    counts, randoms = counts_of(samplings, 30, seed), [random_numbers(row) for row in range(len(samplings))]
+    together = Sampler(samplings).draw(logits, randoms, seen, counts)
     counted = iter(counts)
     for row, sampling in enumerate(samplings):
         some, own = slice(row, row + 1), [next(counted)] if sampling.counts_tokens else []
-        alone = Sampler([sampling]).draw(logits[some], randoms(range(row, row + 1)), seen[some], own)
-        assert together[row : row + 1] == alone
+        assert together[row : row + 1] == draw(logits[some], sampling, [random_numbers(row)], seen[some], own)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -229,11 +223,6 @@ def test_numbers_out_of_range_are_refused(name: str, values: tuple[Any, ...]) ->
 def test_c_draws_what_pytorch_draws(temperature: float, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 3 * torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     logits[:, 0] = logits.max(-1).values  # ties: the first of the most likely tokens
-
-    def draw() -> list[int]:
-        randoms = [random_numbers(row) for row in range(len(logits))]
-        return Sampler([Sampling(temperature)] * len(logits)).draw(logits, randoms)
-
-    found = draw()
+    found = draw(logits, Sampling(temperature), [random_numbers(row) for row in range(40)])
     monkeypatch.setattr("gecko.inference.sampling.samples_in_c", lambda logits: False)
-    assert found == draw()
+    assert found == draw(logits, Sampling(temperature), [random_numbers(row) for row in range(40)])

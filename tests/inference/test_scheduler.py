@@ -83,6 +83,11 @@ def test_every_text_is_as_if_alone(
         assert all(map(torch.equal, book.tensors().values(), old.tensors().values()))
 
 
+def finish(engine: Engine, log: Log) -> None:
+    while not engine.idle:
+        log.take(engine.step())
+
+
 def as_alone(model: gecko.Gecko, asked: Request, log: Log, request_id: int) -> None:
     expected, end, tokens = alone(model, asked), log.ends[request_id], log.ids(request_id)
     if end.reason == "cancelled":
@@ -151,8 +156,7 @@ def test_weights_that_change_before_a_prompt_is_read_end_that_text(model: gecko.
     ids = [engine.submit(request(state=state)), engine.submit(request())]
     with torch.no_grad():
         model.embedding.weight.mul_(1.5)
-    while not engine.idle:
-        log.take(engine.step())
+    finish(engine, log)
     assert [log.ends[request_id].reason for request_id in ids] == ["error", "length"]
     assert "ValueError" in str(log.ends[ids[0]].error)
 
@@ -160,11 +164,8 @@ def test_weights_that_change_before_a_prompt_is_read_end_that_text(model: gecko.
 @pytest.mark.parametrize("rows", [1, 5])
 def test_the_shortest_prompt_is_read_first(model: gecko.Gecko, rows: int) -> None:
     """In the queue, or of those that have a place."""
-    engine, log = Engine(model, rows=rows, piece=16), Log()
     lengths = (90, 50, 70, 20, 10)
-    ids = [engine.submit(request(text(length), 1)) for length in lengths]
-    while not engine.idle:
-        log.take(engine.step())
+    ids, log = run(Engine(model, rows=rows, piece=16), *(request(text(length), 1) for length in lengths))
     assert [lengths[ids.index(one)] for one in log.ends] == sorted(lengths)
 
 
@@ -185,7 +186,7 @@ def test_a_long_prompt_does_not_stall_the_others(model: gecko.Gecko, calls: list
 def test_a_long_prompt_is_not_overtaken_for_ever(model: gecko.Gecko, rows: int) -> None:
     """Although a short prompt arrives with every step."""
     engine = Engine(model, rows=rows, piece=16)
-    length, log = 200, Log()
+    length, log = 96, Log()
     long = engine.submit(request(text(length), 1))
     for step in range(3 * length // AGEING + 2 * length // 16):
         engine.submit(request(text(10, step), 1))
@@ -248,8 +249,7 @@ def test_cancelling_at_any_moment_frees_the_place(model: gecko.Gecko, moment: st
     assert (engine.active, engine.queued) == (0, 0)
     assert engine.idle == (moment == "after")
     heir = engine.submit(asked)
-    while not engine.idle:
-        log.take(engine.step())
+    finish(engine, log)
     reason = "length" if moment == "after" else "cancelled"
     assert log.ends[victim] == Finished(victim, reason, None, position)
     assert log.ids(heir) == alone(model, asked).tokens[0]
@@ -297,8 +297,7 @@ def test_the_queue_has_an_end(model: gecko.Gecko) -> None:
     engine.submit(request(new=1))
     for request_id in ids[20:]:
         engine.cancel(request_id)
-    while not engine.idle:
-        log.take(engine.step())
+    finish(engine, log)
     assert [end.reason for end in log.ends.values()].count("length") == 21 and len(log.ends) == 3001
     for name in ("rows", "max_queued", "piece"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
@@ -382,8 +381,7 @@ def test_bad_requests_are_refused_and_touch_nobody(
     log.take(engine.step())
     with pytest.raises(error, match=message):
         engine.submit(request(**change))
-    while not engine.idle:
-        log.take(engine.step())
+    finish(engine, log)
     assert log.ids(good) == alone(model, asked).tokens[0]
 
 
@@ -398,22 +396,21 @@ def test_a_text_whose_numbers_are_not_finite_ends_alone(model: gecko.Gecko, valu
     never = Sampling(sampling.temperature, sampling.top_k, None, None, sampling.repetition_penalty, {255: -1000.0})
     prompts = [text(length).clamp(max=254) for length in (5, 12, 30)]
     good = [request(prompt, 12, never, seed=4) for prompt in prompts]
+    expected = [alone(model, asked).tokens[0] for asked in good]
     # One breaks at its prompt, one after its first token; both are between other rows.
     bad = [request(torch.tensor([1, 255, 2]), 9, never), request(text(3).clamp(max=254), 9, forced)]
     scored = request(bad[0].prompt, 0, prompt_logprobs=1)
     engine = Engine(broken, rows=6, piece=16)
     ids, log = run(engine, good[0], bad[0], good[1], bad[1], good[2], scored)
-    for index, asked in zip((0, 2, 4), good, strict=True):
-        assert log.ids(ids[index]) == alone(model, asked).tokens[0]
-        assert log.ends[ids[index]].reason == "length"
+    assert [log.ids(ids[index]) for index in (0, 2, 4)] == expected
+    assert [log.ends[ids[index]].reason for index in (0, 2, 4)] == ["length"] * 3
     for index, tokens in ((1, []), (3, [255]), (5, [])):
         end = log.ends[ids[index]]
         assert (end.reason, log.ids(ids[index])) == ("error", tokens)
         assert end.error is not None and "finite" in end.error
     # Their rows then serve other requests without any trace.
     ids, log = run(engine, *good, *good)
-    for request_id, asked in zip(ids, good * 2, strict=True):
-        assert log.ids(request_id) == alone(model, asked).tokens[0]
+    assert list(map(log.ids, ids)) == expected * 2
 
 
 def test_the_model_keeps_its_mode_and_pytorch_its_random_numbers(model: gecko.Gecko) -> None:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from inference.conftest import assert_same_states
 from support import cases
 from support.native_agreement import needs_compiler
 from torch import Tensor
@@ -25,11 +26,6 @@ def narrow(variant: str = "gecko") -> gecko.Gecko:
 
 def prompt(length: int, seed: int = 0) -> Tensor:
     return cases.tokens(1, length, seed)[0]
-
-
-def assert_same_states(found: gecko.GeckoState, expected: gecko.GeckoState) -> None:
-    for name, tensor in expected.tensors().items():
-        assert torch.equal(found.tensors()[name], tensor), name
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -65,7 +61,7 @@ def test_it_is_read_as_the_decoder_reads_its_own_tokens(length: int, calls: list
         engine.step()
     assert kept.prompt is not None and calls == []
     for state in (found.state, kept.prompt):
-        assert_same_states(state, one.state(0))
+        assert_same_states(state, one.state(0), 0)
 
 
 @pytest.mark.parametrize("cut", [2, cases.CHUNK, 20])
@@ -75,7 +71,7 @@ def test_a_prompt_may_be_cut_anywhere(cut: int) -> None:
     for found in (second, read(model, [whole[:cut], whole[cut:]])):
         expected = read(model, [whole])
         assert torch.equal(found.logits, expected.logits)
-        assert_same_states(found.state, expected.state)
+        assert_same_states(found.state, expected.state, 0)
 
 
 def test_a_prompt_may_follow_a_later_document() -> None:

@@ -214,9 +214,8 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(DAMAGES)))
-def test_folders_that_hold_no_model(number, tmp_path):
-    damage, message = DAMAGES[number]
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=range(len(DAMAGES)))
+def test_folders_that_hold_no_model(damage, message, tmp_path):
     cases.model("gecko", torch.float32).save(tmp_path)
     damage(tmp_path)
     with pytest.raises((FileNotFoundError, ValueError), match=message):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from support import laws
+from support.cases import VARIANTS, Case
 from torch import Tensor
+
+from gecko import Gecko, GeckoConfig
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest difference, relative to the largest number of the tensor; 16-bit formats round the output once."""
@@ -40,6 +45,32 @@ def _same(name: str, got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(
         got.double(), wanted, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{name}: {text}"
     )
+
+
+SMALL = GeckoConfig(
+    vocab_size=32, num_layers=1, model_dim=16, key_dim=16, value_dim=32, num_heads=1, ffn_dim=16, chunk_size=8,
+    cema_modes=2, timestep_groups=2,
+)  # fmt: skip
+
+
+def small_model(variant: str, **changes: object) -> Gecko:
+    """Return a model that a simulator of a GPU computes in seconds."""
+    torch.manual_seed(0)
+    return Gecko(replace(SMALL, **VARIANTS[variant], **changes))
+
+
+def in_float32(*cases: Case) -> list[Case]:
+    return [replace(case, dtype=torch.float32) for case in cases]
+
+
+def laws_over(cases: Sequence[Case], parted: Collection[str]) -> list[Any]:
+    """Return the laws over the cases; of those that also cut at every place, which takes longest, only ``parted``."""
+    return [x for x in laws.over(cases) if x.values[0] is not laws.split_anywhere or str(x.values[1]) in parted]
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference, relative to the largest number."""
+    return float((got.double() - wanted).detach().abs().max() / wanted.detach().abs().max())
 
 
 def is_well_registered(operator: Any, *inputs: Any) -> None:

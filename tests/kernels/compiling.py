@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import triton
 from kernels.recording import Configuration
+from kernels.sass import printed
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -50,11 +49,7 @@ def resources(configuration: Configuration, capability: int) -> Resources:
 
 def usage(cubin: bytes) -> dict[str, str]:
     """Return the resource usage of the one kernel in ``cubin``. Kernels use the stack only for spilled registers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = printed(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin=cubin)
     lines = [line for line in text.splitlines() if "REG:" in line]
     assert len(lines) == 1, text
     return dict(re.findall(r"(\w+):(\d+)", lines[0]))

@@ -116,12 +116,16 @@ def model_on_nothing(config: GeckoConfig, dtype: torch.dtype = torch.float32) ->
     return model.to(dtype).to_empty(device="cpu")
 
 
+def _documents(rows: int, length: int) -> torch.Tensor:
+    """Return ids of several documents a row."""
+    return (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long()[:rows]
+
+
 def train(model: Gecko, length: int, precision: Precision, documents: bool, rows: int = 2) -> None:
     """Compute loss and gradients of rows with one document each, or several."""
     text = torch.zeros(rows, length + 1, dtype=torch.int64)
-    ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long()[:rows] if documents else None
     with autocast(precision, text.device):
-        loss = model.loss(text[:, :-1], text[:, 1:], ids)
+        loss = model.loss(text[:, :-1], text[:, 1:], _documents(rows, length) if documents else None)
     loss.backward()  # outside, as in training: autocast would round products of gradients
 
 
@@ -129,7 +133,7 @@ def train(model: Gecko, length: int, precision: Precision, documents: bool, rows
 def read(model: Gecko, length: int, precision: Precision, documents: bool) -> None:
     """Read a text in two calls, and two more tokens one by one."""
     text = torch.zeros(2, length, dtype=torch.int64)
-    ids = (torch.arange(length) >= torch.tensor([[length // 3], [length - 2]])).long() if documents else None
+    ids = _documents(2, length) if documents else None
     state = None
     with autocast(precision, text.device):
         for part in (slice(0, length // 2), slice(length // 2, None)):

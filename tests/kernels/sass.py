@@ -9,18 +9,26 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import triton
 
-_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);")
+
+def printed(tool: str, *options: str, cubin: bytes) -> str:
+    """Return what a tool of CUDA prints about a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, *options, file.name], check=True, capture_output=True, text=True).stdout
 
 
-@dataclass(frozen=True)
-class Instruction:
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+
+
+class Instruction(NamedTuple):
     """One instruction: its address, its name with modifiers ("LDG.E.128"), and its operands."""
 
     address: int
@@ -33,8 +41,7 @@ class Instruction:
         return self.name.partition(".")[0]
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     """Addresses of the first and the last instruction of a loop."""
 
     first: int
@@ -53,19 +60,14 @@ class Code:
     @classmethod
     def of(cls, cubin: bytes) -> Code:
         """Disassemble the one kernel in ``cubin``."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(cubin)
-            file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", file.name]
-            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return cls.parse(text)
+        return cls.parse(printed(triton.knobs.nvidia.cuobjdump.path, "--dump-sass", cubin=cubin))
 
     @classmethod
     def parse(cls, text: str) -> Code:
         """Read the output of ``cuobjdump --dump-sass``. Padding after the last instruction is left out."""
         found = [
             Instruction(int(address, 16), name, operands.strip())
-            for address, _, name, operands in _LINE.findall(text)
+            for address, name, operands in _LINE.findall(text)
             if name != "NOP"
         ]
         if not found:
@@ -87,13 +89,9 @@ class Code:
         """Return how many loops contain this one."""
         return sum(x.first <= loop.first and loop.last <= x.last for x in self.loops) - 1
 
-    def count(self, wanted: Callable[[Instruction], bool]) -> int:
-        """Return how many instructions of the code are ``wanted``."""
-        return sum(map(wanted, self.instructions))
-
-    def kinds(self) -> Counter[str]:
-        """Return how many instructions of each kind the code has."""
-        return Counter(x.kind for x in self.instructions)
+    def has(self, wanted: Callable[[Instruction], bool]) -> bool:
+        """Return whether an instruction of the code is ``wanted``."""
+        return any(map(wanted, self.instructions))
 
     def innermost(self, loop: Loop) -> bool:
         """Return whether the loop contains no other one."""

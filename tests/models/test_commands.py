@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,8 @@ from gecko.train.settings import OptimizerSettings
 # ---- Commands accept a run of a Llama, or refuse it with a reason.
 
 
-@pytest.fixture
-def command() -> Callable[..., Any]:
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +67,7 @@ def text(tmp_path: Path) -> Path:
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_what_is_not_for_a_llama_says_so(
-    command: Callable[..., Any], folder: Path, arguments: tuple[str, ...], text: Path
-) -> None:
+def test_what_is_not_for_a_llama_says_so(folder: Path, arguments: tuple[str, ...], text: Path) -> None:
     places = {"MODEL": folder, "TEXT": text, "OUT": text.parent / "out"}
     result = command(*(places.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2
@@ -79,7 +75,7 @@ def test_what_is_not_for_a_llama_says_so(
     assert not places["OUT"].exists()
 
 
-def test_perplexity_says_what_the_context_was(command: Callable[..., Any], folder: Path, text: Path) -> None:
+def test_perplexity_says_what_the_context_was(folder: Path, text: Path) -> None:
     out = text.parent / "out.json"
     result = command("eval", "perplexity", folder, text, "--lengths", "64,256", "--out", out)
     assert result.exit_code == 0, result.stderr
@@ -90,7 +86,7 @@ def test_perplexity_says_what_the_context_was(command: Callable[..., Any], folde
     assert alone.exit_code == 0 and "it never saw the later positions" not in " ".join(alone.stdout.split())
 
 
-def test_other_evaluations(command: Callable[..., Any], folder: Path, text: Path) -> None:
+def test_other_evaluations(folder: Path, text: Path) -> None:
     refused = command("eval", "positions", folder, text, "--length", "128")
     assert refused.exit_code == 2 and "attention has no chunks" in refused.stderr
     assert command("eval", "positions", folder, text, "--length", "128", "--chunk", "32").exit_code == 0
@@ -100,7 +96,7 @@ def test_other_evaluations(command: Callable[..., Any], folder: Path, text: Path
     assert renewed.exit_code == 2 and "Leave it out" in renewed.stderr
 
 
-def test_info_and_consolidate_take_a_run(command: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
+def test_info_and_consolidate_take_a_run(folder: Path, tmp_path: Path) -> None:
     shown = command("info", folder)
     assert shown.exit_code == 0 and "Keys and values" in shown.stdout
     run = tmp_path / "run"
@@ -113,7 +109,7 @@ def test_info_and_consolidate_take_a_run(command: Callable[..., Any], folder: Pa
     assert Run.load(tmp_path / "model" / "recipe.json").model == load_any(newest).config
 
 
-def test_weights_are_rounded(command: Callable[..., Any], folder: Path, text: Path) -> None:
+def test_weights_are_rounded(folder: Path, text: Path) -> None:
     values = {}
     for dtype in ("float32", "bfloat16"):
         out = text.parent / dtype
@@ -283,7 +279,7 @@ def test_keys_and_values_are_what_a_model_holds(config: LlamaConfig) -> None:
     assert long == 1000 * short
 
 
-def test_the_run_of_seven_billion_fits(command: Callable[..., Any]) -> None:
+def test_the_run_of_seven_billion_fits() -> None:
     facts = json.loads(command("plan", "llama2_7b", "--gpus", "128", "--gpu", "h100", "--json").stdout)
     assert facts["fits"] and facts["bytes_sent_per_step"]["context exchange"] == 0
     assert set(facts["flops_per_token"]) == {"linear", "attention", "head", "recomputed"}
@@ -295,7 +291,7 @@ def test_the_run_of_seven_billion_fits(command: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if isinstance(config, LlamaConfig)])
-def test_info_of_a_preset(command: Callable[..., Any], name: str) -> None:
+def test_info_of_a_preset(name: str) -> None:
     facts = json.loads(command("info", name, "--json", "--length", "1000").stdout)
     assert facts["parameters"]["total"] == sum(facts["parameters"][part] for part in facts["parameters"]) // 2
     assert set(facts["state_bytes_per_row"]) == {"keys", "values", "total"}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support import cases
-from support.cases import CHUNK, VARIANTS, tokens
+from support.cases import CHUNK, tokens
+from support.model_calls import variants
 from torch import Tensor
 
 import gecko
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-variants = pytest.mark.parametrize("variant", VARIANTS)
 
 LAYOUTS = {
     "mid-chunk": [13, 21, 46],

@@ -49,14 +49,10 @@ def gradients(model: Llama) -> dict[str, Tensor]:
     return {name: grad for name, grad in found.items() if grad is not None}
 
 
-@pytest.fixture
-def theirs(model: Llama, tmp_path: Path) -> Any:
-    """Return the transformers model that is loaded from the folder that we write."""
+def test_loss_and_gradients_are_those_of_transformers(model: Llama, tmp_path: Path) -> None:
+    """They load the folder that we write."""
     model.save(tmp_path / "model")
-    return AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
-
-
-def test_loss_and_gradients_are_those_of_transformers(model: Llama, theirs: Any) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     tokens = random_tokens(3, LENGTH + 1)
     loss = model.loss(tokens[:, :-1], tokens[:, 1:])
     loss.backward()

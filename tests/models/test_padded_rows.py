@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import SMALL, VARIANTS, model
-from torch import Tensor
+from support.cases import SMALL, VARIANTS, model, tokens
 
 import gecko
 from gecko.state import GeckoState
@@ -21,22 +20,18 @@ IN_C = gecko.GeckoConfig(
 """Architecture whose operators run in C."""
 
 
-def tokens(length: int, seed: int) -> Tensor:
-    return torch.randint(0, SMALL.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
 def check(reader: gecko.Gecko, before: Sequence[int], lengths: Sequence[int], tolerance: float) -> None:
     """Compare rows of these lengths, after ``before`` tokens, with calls of one row."""
     close = {"rtol": tolerance, "atol": tolerance}
     with torch.inference_mode():
-        states = [reader.hidden(tokens(n, 100 + i))[1] if n else None for i, n in enumerate(before)]
+        states = [reader.hidden(tokens(1, n, 100 + i))[1] if n else None for i, n in enumerate(before)]
         rows = torch.full((len(lengths), max(lengths)), 3)
         for i, length in enumerate(lengths):
-            rows[i, :length] = tokens(length, i)
+            rows[i, :length] = tokens(1, length, i)
         stacked = GeckoState.stack([reader.empty_state() if state is None else state for state in states])
         hidden, after = reader.hidden(rows, state=stacked if any(before) else None, lengths=torch.tensor(lengths))
         for i, (length, earlier) in enumerate(zip(lengths, states, strict=True)):
-            expected, state = reader.hidden(tokens(length, i), state=earlier)
+            expected, state = reader.hidden(tokens(1, length, i), state=earlier)
             torch.testing.assert_close(hidden[i, :length], expected[0], **close)
             for (name, own), same in zip(after.rows([i]).tensors().items(), state.tensors().values(), strict=True):
                 torch.testing.assert_close(own, same, **close, msg=lambda text, name=name: f"{name}: {text}")

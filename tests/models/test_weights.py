@@ -26,19 +26,11 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in gecko.Gecko(cases.SMALL).state_dict().items()}
 
 
-def scale(model: gecko.Gecko) -> None:
-    model.embedding.weight.mul_(1.5)
-
-
-def replace(model: gecko.Gecko) -> None:
-    model.load_state_dict(weights(1), assign=True)
-
-
-def convert(model: gecko.Gecko) -> None:
-    model.bfloat16()
-
-
-CHANGES = {"written to": scale, "replaced": replace, "converted": convert}
+CHANGES = {
+    "written to": lambda model: model.embedding.weight.mul_(1.5),
+    "replaced": lambda model: model.load_state_dict(weights(1), assign=True),
+    "converted": lambda model: model.bfloat16(),
+}
 
 
 @pytest.mark.parametrize("change", [*CHANGES, "another model"])

@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 import torch
+from support import cases
 from support.native_agreement import needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -59,7 +60,7 @@ def _forget() -> None:
 
 def _average() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    parameters = (torch.randn(*shape, generator=generator) for shape in ((5, 3), (5, 3), (5,), (5, 3, 2)))
+    parameters = (x.float() for x in cases.CEMA.draw_parameters(generator))
     return cema(torch.randn(2, 70, 5, generator=generator), CEMACoefficients.from_parameters(*parameters))[0]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import gecko
 from gecko.ops.backends import cpu as native
-from gecko.ops.backends import cpu as panels
 from gecko.ops.backends import cpu_library
 from gecko.ops.backends import dispatch as kernels
 from gecko.ops.feed_forward import swiglu
@@ -57,7 +56,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rooms]:
         flags = ("-O0" if flag == "-O3" else flag for flag in cpu_library._FLAGS)
         patch.setattr(cpu_library, "_FLAGS", (*flags, "-include", str(header)))
         patch.setattr(native, "_functions", {})
-        patch.setattr(panels, "_FEWEST_TOKENS", 1)
+        patch.setattr(native, "_FEWEST_TOKENS", 1)
         _forget()
         library = native.library()
         assert library is not None

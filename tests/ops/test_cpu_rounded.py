@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import cases
-from support.native_agreement import calls, needs_compiler, normal, on_two_threads
+from support.native_agreement import Form, calls, evaluate, needs_compiler, normal, on_two_threads
 from torch import Tensor, nn
 
 import gecko
@@ -17,7 +17,6 @@ from gecko.ops import feed_forward as feed_forward_file
 from gecko.ops import loss as loss_file
 from gecko.ops import projections as projections_file
 from gecko.ops.backends import cpu as native
-from gecko.ops.backends import cpu as panels
 from gecko.ops.backends import dispatch as kernels
 from gecko.ops.chunk_attention import AttentionState, Pattern, chunk_attention
 from gecko.ops.chunk_attention import cpu as attention_file
@@ -39,7 +38,7 @@ WIDTHS = [(32, 32), (64, 256), (96, 160), (288, 416)]
 
 @pytest.fixture(autouse=True)
 def _kernels_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(native, "_FEWEST_TOKENS", 1)
 
 
 class _Rounded(torch.autograd.Function):
@@ -60,17 +59,12 @@ def _round(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-def _evaluate(operator: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
-    """Return outputs, and the gradient of every leaf."""
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    outputs = operator(*leaves)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    # The gradient of a loss is 1: it would be rounded before it is scaled.
-    weights = [normal(*x.shape, seed=i).to(x.dtype) if x.ndim else torch.ones_like(x) for i, x in enumerate(outputs)]
-    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, leaves, weights)]
+def _evaluate(operator: Form, leaves: list[Tensor]) -> list[Tensor]:
+    """Evaluate with a gradient of 1 for a loss: it would be rounded before it is scaled."""
+    return evaluate(operator, leaves, lambda weight: weight if weight.ndim else torch.ones_like(weight))
 
 
-def _agree(operator: Callable[..., Any], exact: Callable[..., Any], leaves: list[Tensor], tolerance: float) -> None:
+def _agree(operator: Form, exact: Form, leaves: list[Tensor], tolerance: float) -> None:
     """Assert that ``operator`` under autocast equals ``exact``, relative to the largest number of a tensor."""
 
     def under_autocast() -> list[Tensor]:

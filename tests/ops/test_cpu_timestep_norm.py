@@ -1,4 +1,4 @@
-"""The C kernels of the timestep norm equal the eager form at sizes around their blocks, with any number of threads."""
+"""The C kernels of the timestep norm equal the eager form at sizes around their blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.laws import assert_same
-from support.native_agreement import needs_compiler, on_two_threads, turned
+from support.native_agreement import Form, agree, calls, evaluate, needs_compiler, turned
 from torch import Tensor
 
 from gecko.ops import timestep_norm as native
@@ -44,65 +43,51 @@ SIZES = [
 ]  # fmt: skip
 
 
-def _inputs(size: Size) -> tuple[dict[str, Tensor], Tensor, Segments]:
+def _norm(size: Size) -> tuple[Form, list[Tensor | None]]:
+    """Return the norm as a function of x, mean, variance, weight and bias, and these."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     features, series = size.groups * size.width, (size.batch, size.groups)
-    leaves = {"x": draw(size.batch, size.length, features) + 3 * draw(size.batch, 1, features)}
-    if size.affine:
-        leaves |= {"weight": draw(features), "bias": draw(features)}
+    x = draw(size.batch, size.length, features) + 3 * draw(size.batch, 1, features)
+    affine = [draw(features) if size.affine else None for _ in range(2)]
     begun = 1.0 if size.betas is None else 1 - torch.tensor(size.betas[1]).double().pow(size.count).item()
-    leaves |= {"mean": begun * draw(*series), "variance": begun * (0.5 + draw(*series).square())}
+    mean, variance = begun * draw(*series), begun * (0.5 + draw(*series).square())
     count = torch.full((size.batch,), size.count) - torch.arange(size.batch) % (1 + min(size.count, 3))
     starts = torch.rand(size.batch, size.length, generator=generator) < size.documents
-    segments = Segments.build(
-        size.batch, size.length, segment_ids=starts.long().cumsum(1), clock=Clock.start(size.batch)
-    )
-    return leaves, count, segments
+    ids, clock = starts.long().cumsum(1), Clock.start(size.batch)
+    segments = Segments.build(size.batch, size.length, segment_ids=ids, clock=clock)
+    counted = segments.steps_in_document[:, -1] + torch.where(segments.continues[:, -1], count, 0)
 
+    def norm(x: Tensor, mean: Tensor, variance: Tensor, *affine: Tensor | None) -> tuple[Tensor, ...]:
+        state = TimestepNormState(count, mean, variance)
+        y, after = timestep_norm(x, *affine, Statistics(size.groups, size.betas, 1e-3), state, segments=segments)
+        assert torch.equal(after.count, counted)
+        return y, after.mean, after.variance
 
-def _read(size: Size, dtype: torch.dtype, laid: bool = False) -> dict[str, Tensor]:
-    floats, count, segments = _inputs(size)
-    leaves = {name: t.to(dtype).requires_grad_() for name, t in floats.items()}
-    state = TimestepNormState(count, leaves["mean"], leaves["variance"])
-    y, after = timestep_norm(
-        leaves["x"], leaves.get("weight"), leaves.get("bias"), Statistics(size.groups, size.betas, 1e-3), state,
-        segments=segments,
-    )  # fmt: skip
-    outputs = {"y": y, "mean after": after.mean, "variance after": after.variance}
-    generator = torch.Generator().manual_seed(6)
-    weights = [torch.randn(t.shape, generator=generator).to(dtype) for t in outputs.values()]
-    if laid:
-        weights = [turned(w) for w in weights]
-    found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), weights)
-    gradients = {f"gradient of {name}": t for name, t in zip(leaves, found, strict=True)}
-    return {**{name: t.detach() for name, t in outputs.items()}, **gradients, "count": after.count}
+    return norm, [x, mean, variance, *affine]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_kernels_agree_with_the_eager_form(size):
-    expected, found = _read(size, torch.float64), _read(size, torch.float32)
-    assert all(t.dtype == torch.float32 and t.is_contiguous() for name, t in found.items() if name != "count")
-    assert_same(found, expected, 1e-5)
+    agree(*_norm(size))
 
 
 @pytest.mark.parametrize("size", SIZES[4:12], ids=str)
-def test_threads_and_layout_change_no_bit(size):
-    single = _read(size, torch.float32, laid=True)
-    double = on_two_threads(lambda: _read(size, torch.float32))
-    assert all(torch.equal(single[name], double[name]) for name in single)
+def test_layout_changes_no_bit(size):
+    norm, leaves = _norm(size)
+    assert all(map(torch.equal, evaluate(norm, leaves, turned), evaluate(norm, leaves, Tensor.contiguous)))
 
 
 @pytest.mark.parametrize("betas", [SLOW, None])
 def test_float32_is_read_by_the_kernels(betas, monkeypatch):
-    called = []
-    monkeypatch.setattr(native, "call", lambda name, *arguments: called.append(name))
-    _read(Size(2, 3, 2, 4, betas), torch.float64)
+    norm, leaves = _norm(Size(2, 3, 2, 4, betas))
+    called = calls(monkeypatch, native)
+    evaluate(norm, [x.double() for x in leaves], Tensor.contiguous)
     assert called == []
-    _read(Size(2, 3, 2, 4, betas), torch.float32)
+    evaluate(norm, leaves, Tensor.contiguous)
     assert called == ["timestep_norm_forward", "timestep_norm_backward"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.native_agreement import normal
+from support.native_agreement import evaluate, normal
 from torch import Tensor
 from torch.nn import functional
 
@@ -51,26 +51,18 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [*((shape, "contiguous", True) for shape in SHAPES), *(((2, 5), layout, False) for layout in LAYOUTS)],
 )
 def test_numbers_and_gradients(seen, shape, layout, biased):
-    leaves = [normal(*shape, 24), normal(40, 24), normal(40) if biased else None]
-    found, exact = _evaluate(linear, leaves, layout), _evaluate(functional.linear, [_double(x) for x in leaves], layout)
+    leaves = [normal(*shape, 24), normal(40, 24), *([normal(40)] if biased else [])]
+
+    def laid(*leaves: Tensor) -> Tensor:
+        operator = linear if leaves[0].dtype == torch.float32 else functional.linear
+        return operator(*map(LAYOUTS[layout], leaves))
+
+    found, exact = (evaluate(laid, given, LAYOUTS[layout]) for given in (leaves, [x.double() for x in leaves]))
+    with torch.no_grad():
+        assert torch.equal(laid(*leaves), found[0])
     assert len(seen) == 4  # once without gradients; once forward, and backward for x and the weight
     for got, wanted in zip(found, exact, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-5)
-
-
-def _double(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.double()
-
-
-def _evaluate(operator: Callable[..., Tensor], leaves: list[Tensor | None], layout: str) -> list[Tensor]:
-    given = [None if x is None else x.detach().requires_grad_() for x in leaves]
-    laid = [None if x is None else LAYOUTS[layout](x) for x in given]
-    with torch.no_grad():
-        plain = operator(*laid)
-    y = operator(*laid)
-    assert torch.equal(plain, y) or y.dtype == torch.float64
-    weights = LAYOUTS[layout](normal(*y.shape, seed=1).to(y.dtype))
-    return [y.detach(), *torch.autograd.grad(y, [x for x in given if x is not None], weights)]
 
 
 @pytest.mark.parametrize("bias", [normal(40, 3)[:, 1], normal(1).expand(40)], ids=["strided", "expanded"])

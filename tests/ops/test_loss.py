@@ -23,13 +23,15 @@ def _case(tokens: int, ignored: float, dtype: torch.dtype = torch.float64) -> tu
 
 
 @settings(max_examples=40)
-@given(tokens=st.integers(1, 40), block=st.integers(1, 50), ignored=st.sampled_from([0.0, 0.3, 0.9]))
+@given(tokens=st.integers(1, 40), block=st.integers(1, 50), ignored=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
 def test_loss_is_cross_entropy(tokens, block, ignored):
     hidden, weight, targets = _case(tokens, ignored)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "_block_size", lambda *_: block)
         value = linear_cross_entropy(hidden, weight, targets)
         each = token_cross_entropy(hidden, weight, targets)
+        with torch.no_grad():
+            torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), value.detach())
     logits = hidden @ weight.t()
     expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
     expected = expected / max(1, int((targets != IGNORED).sum()))
@@ -37,29 +39,6 @@ def test_loss_is_cross_entropy(tokens, block, ignored):
     torch.testing.assert_close(each, F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED).detach())
     for got, wanted in zip(*(torch.autograd.grad(2.5 * x, (hidden, weight)) for x in (value, expected)), strict=True):
         torch.testing.assert_close(got, wanted)
-
-
-def test_blocks_of_every_size_give_the_same_loss():
-    hidden, weight, targets = _case(300, 0.2)
-    whole = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "_block_size", lambda *_: 1)
-        single = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
-    for got, wanted in zip(single, whole, strict=True):
-        torch.testing.assert_close(got, wanted)
-
-
-def test_loss_gradients_are_numerical():
-    hidden, weight, targets = _case(6, 0.3)
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets), (hidden, weight))
-
-
-def test_loss_of_ignored_targets_only_is_zero():
-    hidden, weight, _ = _case(7, 0.0)
-    value = linear_cross_entropy(hidden, weight, torch.full((7,), IGNORED))
-    value.backward()
-    assert value.item() == 0
-    assert not hidden.grad.any() and not weight.grad.any()
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -79,18 +58,6 @@ def test_loss_of_sixteen_bit_hidden_states_is_float32():
     assert value.dtype == torch.float32
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
     assert abs(value.item() - expected.item()) < 0.02
-
-
-def test_large_logits_do_not_overflow():
-    hidden, weight, targets = _case(9, 0.0, torch.float32)
-    assert linear_cross_entropy(1e4 * hidden, weight, targets).isfinite()
-
-
-def test_without_gradients_the_loss_is_the_same():
-    hidden, weight, targets = _case(40, 0.3)
-    expected = linear_cross_entropy(hidden, weight, targets)
-    with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), expected)
 
 
 def test_autocast_on_a_cpu_rounds_no_logits():

@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cases, laws
 
-from gecko.ops.working_memory import WorkingMemoryState, working_memory
+from gecko.ops.working_memory import working_memory
 from gecko.segments import Segments
 
 C = cases.CHUNK
-
-
 ADAPTIVE, *OTHERS = cases.MEMORIES
 
 
@@ -44,17 +42,6 @@ def test_working_memory_gradients_are_numerical(operator, case):
 def _inputs(length: int, widths: tuple[int, ...] = (3, 3, 4)) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
     return [torch.randn(1, 2, length, d, generator=generator, dtype=torch.float64) for d in widths]
-
-
-@pytest.mark.parametrize("rule", ["adaptive", "linear", "orthogonal"])
-def test_a_query_reads_exactly_the_chunks_before_the_window(rule):
-    q, k, v = _inputs(45)
-    v.requires_grad_()
-    out, _ = working_memory(q, k, v, C, rule=rule)
-    for query in range(45):
-        (grad,) = torch.autograd.grad(out[:, :, query].sum(), v, retain_graph=True, materialize_grads=True)
-        read = (grad != 0).any(-1).all(1)[0].tolist()
-        assert read == [key // C <= query // C - 2 for key in range(45)]
 
 
 @pytest.mark.parametrize("rule", ["adaptive", "linear", "orthogonal"])
@@ -124,13 +111,3 @@ def test_sixteen_bit_activations_keep_a_float32_memory(length):
     out, state = working_memory(q, k, v, C)
     assert out.dtype == torch.bfloat16
     assert {x.dtype for x in state.tensors().values() if x.is_floating_point()} == {torch.float32}
-
-
-def test_working_memory_refuses_shapes_that_do_not_fit():
-    q, k, v = _inputs(5)
-    with pytest.raises(ValueError, match=r"k must have shape \(1, 2, 5, 3\); got \(1, 2, 4, 3\)"):
-        working_memory(q, k[:, :, 1:], v, C)
-    with pytest.raises(ValueError, match=r"v must have shape"):
-        working_memory(q, k, v[:, :1], C)
-    with pytest.raises(ValueError, match=r"state.memory must have shape \(1, 2, 3, 4\); got \(2, 2, 3, 4\)"):
-        working_memory(q, k, v, C, state=WorkingMemoryState.empty("adaptive", 2, 2, 3, 4))

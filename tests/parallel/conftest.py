@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 from support import training_jobs as work
-from support.corpora import BYTE_MODEL, write_corpus
+from support.corpora import write_corpus
 from support.jobs import Exact, Jobs
+from train.conftest import small
 
-from gecko.train import (
-    CheckpointSettings,
-    DataSettings,
-    EvaluationSettings,
-    OptimizerSettings,
-    ParallelSettings,
-    Run,
-    SampleSettings,
-)
+from gecko.train import EvaluationSettings, ParallelSettings, Run, SampleSettings
 
 
 class Kept:
@@ -75,21 +68,12 @@ def run_at(corpus: Path) -> Callable[..., Run]:
     """Return a function that makes the small run of 20 steps, in the given folder, with changes."""
 
     def make(folder: Path, *, replicate: int = 1, shard: int | None = None, context: int = 1, **changes: Any) -> Run:
-        run = Run(
-            model=BYTE_MODEL,
-            output=str(folder),
-            data=DataSettings(source=str(corpus), validation_fraction=0.2),
-            batch_size=8,
-            sequence_length=32,
-            steps=20,
-            optimizer=OptimizerSettings(learning_rate=1e-2),
-            evaluation=EvaluationSettings(every=10, rows=3, final_rows=5),
-            checkpoint=CheckpointSettings(every=4, keep=2),
-            sample=SampleSettings(prompt="red ", tokens=3),
+        run = replace(
+            small(corpus, folder), batch_size=8, sequence_length=32, steps=20,
+            evaluation=EvaluationSettings(every=10, rows=3, final_rows=5), sample=SampleSettings("red ", tokens=3),
             parallel=ParallelSettings(replicate, shard, context),
             hang_minutes=2,  # deadlocked ranks end before the job does, with their stacks
-            threads=1,
-        )
+        )  # fmt: skip
         return replace(run, **changes)
 
     return make

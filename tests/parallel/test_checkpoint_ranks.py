@@ -11,7 +11,7 @@ import torch
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL
 from support.jobs import Jobs
-from support.whole_runs import losses
+from support.whole_runs import losses, saved_steps
 
 import gecko
 from gecko.io.checkpoints import list_checkpoints, read_manifest, verify_files
@@ -21,16 +21,19 @@ from gecko.train.finish import write_report
 from gecko.train.metrics import read_metrics
 
 
-def kept(run: Run) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(run.checkpoints_folder))
-
-
 def test_resumed_by_as_many_ranks_it_is_the_same_run_bit_for_bit(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """A checkpoint contains the values at the start of the save, although training continues while it is written."""
+    """A checkpoint contains the values at the start of the save, although training continues while it is written.
+
+    SIGTERM to any rank stops all: it arrives in step 6; the ranks learn of it in step 7, which they finish.
+    """
     whole, stopped = (run_in(name, steps=12) for name in ("whole", "stopped"))
     jobs.run(2, work.train_run, whole)
-    results = jobs.run(2, work.resumed_run, stopped, 1, 7)
-    assert [result["step"] for result in results] == [7, 7]
+    first, second = jobs.answers(2, work.resumed_run, stopped, 1, 7)
+    assert (first.error, second.error) == (None, None)
+    assert (first.value["step"], second.value["step"]) == (7, 7)
+    assert saved_steps(stopped) == [4, 7]
+    assert "saved after step 7 of 12" in first.output and "--resume" in first.output
+    assert second.output == ""
     jobs.run(2, work.train_run, stopped, True)
     assert np.array_equal(losses(stopped), losses(whole))
     for name in ("shards/shard-00001-model-00001-of-00001", "shards/shard-00002-model-00001-of-00001", "model"):
@@ -47,7 +50,7 @@ def test_all_saves_have_one_plan_and_the_same_memory(jobs: Jobs, run_in: Callabl
     for sent, memory in jobs.run(2, work.plans_of_saves, thrice):
         assert sent == [True, False, False]
         assert memory[0] == memory[1] == memory[2] and len(set(memory[0].values())) > 10
-    assert kept(thrice) == [6, 9]  # every other one stays
+    assert saved_steps(thrice) == [6, 9]  # every other one stays
     jobs.run(2, work.train_run, once)
     for rank in (1, 2):
         name = f"step-00000009/shards/shard-0000{rank}-model-00001-of-00001.safetensors"
@@ -120,9 +123,9 @@ def test_an_unfinished_save_is_no_checkpoint(jobs: Jobs, trained: Run) -> None:
     folder = trained.checkpoints_folder
     sound = list_checkpoints(folder)[0]
     sound.rename(folder / f".partial-{sound.name}")
-    assert kept(trained) == [4]
+    assert saved_steps(trained) == [4]
     jobs.run(2, work.train_run, trained, True)
-    assert kept(trained) == [4, 8]
+    assert saved_steps(trained) == [4, 8]
     assert not list(folder.glob(".partial-*"))
 
 
@@ -136,7 +139,7 @@ def test_a_full_disk_under_one_rank_ends_all_and_loses_nothing(
     assert "OSError: the checkpoint of step 8 could not be written" in first.error
     assert "step-00000004, is intact" in first.error
     assert second.error == "SystemExit: 2"
-    assert kept(run) == [4]
+    assert saved_steps(run) == [4]
     verify_files(run.checkpoints_folder / "step-00000004")
     assert [result["step"] for result in jobs.run(2, work.train_run, replace(run, steps=9), True)] == [9, 9]
 

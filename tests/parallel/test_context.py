@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cases
 from support.context_cases import (
+    EXACT,
     Text,
+    assert_one_device,
+    assert_same,
     autocast_losses,
     batches,
     prefill,
@@ -26,31 +29,6 @@ from gecko.segments import Clock, Segments
 
 # ---- Ranks that share rows compute what one device computes, including gradients and states.
 
-TOLERANCE = 1e-9
-
-
-def assert_same(got, wanted, name):
-    if wanted.dtype.kind != "f":
-        assert np.array_equal(got, wanted), name
-        return
-    finite = wanted[np.abs(wanted) < 1e20]  # the log of an empty sum is −1e30
-    scale = max(1.0, np.abs(finite).max()) if finite.size else 1.0
-    np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=name)
-
-
-def assert_is_single(parts, whole):
-    for name in ("hidden", "losses", "logits"):
-        assert_same(np.concatenate([part[name] for part in parts], axis=1), whole[name], name)
-    for part in parts:
-        assert part["loss"] == parts[0]["loss"]
-        assert part["loss"] == pytest.approx(whole["loss"], rel=TOLERANCE)
-        for name, wanted in whole["gradients"].items():
-            assert_same(part["gradients"][name], wanted, f"gradient {name}")
-    for kind in ("state", "inferred"):
-        for name, wanted in whole[kind].items():
-            assert_same(parts[-1][kind][name], wanted, f"{kind} {name}")
-
-
 EVERY_VARIANT = [Text(4, 2, "around"), Text(2, 1), Text(2, 2, "few", read=3 * cases.CHUNK)]
 SOME_VARIANTS = [
     Text(4, 2), Text(2, 3, "many"), Text(4, 3, "borders"), Text(4, 2, "chunks"), Text(4, 1, read=2 * cases.CHUNK),
@@ -66,10 +44,8 @@ READINGS = [
 @pytest.mark.parametrize(("variant", "text"), READINGS, ids=str)
 def test_ranks_of_a_context_group_are_one_device(on_four_ranks, variant, text):
     checkpointing = {1: "none", 2: "full", 3: "selective"}.get(text.chunks, "none")
-    answers = on_four_ranks(prefill_on_ranks, variant, text, checkpointing)
-    whole = read(variant, text, "none", None)
-    for first in range(0, 4, text.ranks):
-        assert_is_single(answers[first : first + text.ranks], whole)
+    parts = on_four_ranks(prefill_on_ranks, variant, text, checkpointing)[-text.ranks :]
+    assert_one_device(parts, read(variant, text, "none", None))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +60,7 @@ def test_ranks_of_a_context_group_are_one_device(on_four_ranks, variant, text):
 def test_sharded_parameters_and_rows_are_one_device(on_four_ranks, variant, checkpointing, documents):
     whole = read_whole(variant, 2, documents)
     for part in on_four_ranks(read_shards, variant, 2, checkpointing, documents):
-        assert part["loss"] == pytest.approx(whole["loss"], rel=TOLERANCE)
+        assert part["loss"] == pytest.approx(whole["loss"], rel=EXACT)
         for name, wanted in whole["gradients"].items():
             assert_same(part["gradients"][name], wanted, f"gradient {name}")
 
@@ -95,9 +71,10 @@ def test_sharded_parameters_and_rows_are_one_device(on_four_ranks, variant, chec
 )
 def test_a_text_read_by_several_ranks(on_four_ranks, variant, length, read, piece, ranks):
     """For any length and initial state, every rank ends with the logits and state that one rank computes."""
-    for answer in on_four_ranks(prefill, variant, length, read, piece, ranks):
-        for name, wanted in answer["alone"].items():
-            assert_same(answer["shared"][name], wanted, name)
+    alone = prefill(variant, length, read, piece, 1)
+    for answer in on_four_ranks(prefill, variant, length, read, piece, ranks)[-ranks:]:
+        for name, wanted in alone.items():
+            assert_same(answer[name], wanted, name)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])

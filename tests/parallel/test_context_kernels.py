@@ -1,7 +1,7 @@
 """Ranks that share rows run the C kernels that one device runs, and compute what it computes in float64."""
 
 import pytest
-from support.context_cases import Text, assert_near, model_for_kernels, read, read_on_kernels
+from support.context_cases import Text, assert_one_device, model_for_kernels, read, read_on_kernels
 from support.native_agreement import needs_compiler
 
 pytestmark = needs_compiler
@@ -24,6 +24,6 @@ EXPECTED = {
 )  # fmt: skip
 def test_ranks_with_c_kernels_are_one_device(on_four_ranks, variant, text):
     checkpointing = "full" if text.chunks == 2 else "none"
-    parts = on_four_ranks(read_on_kernels, variant, text, checkpointing, "cpu")[: text.ranks]
-    assert_near(parts, read(variant, text, "none", None, model_for_kernels(variant).double()))
+    parts = on_four_ranks(read_on_kernels, variant, text, checkpointing, "cpu")[-text.ranks :]
+    assert_one_device(parts, read(variant, text, "none", None, model_for_kernels(variant).double()), near=True)
     assert set(parts[0]["ran"]) >= EXPECTED

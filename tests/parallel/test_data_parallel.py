@@ -16,9 +16,8 @@ from support import compile_jobs
 from support import training_jobs as work
 from support.corpora import BYTE_MODEL, as_lines, words
 from support.jobs import Exact, Jobs
-from support.whole_runs import losses
+from support.whole_runs import losses, saved_steps
 
-from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.models import LlamaConfig, ModelConfig, load_any
 from gecko.parallel.mesh import MeshSizes
 from gecko.train import (
@@ -246,8 +245,7 @@ def test_one_rank_then_four_then_two(jobs: Jobs, run_in: Callable[..., Run]) -> 
     changing = replace(one, output=str(one.folder.parent / "changing"))
     sessions = [(1, 4, {}), (4, 9, {"context": 2}), (2, 14, {"context": 2}), (4, None, {"replicate": 2})]
     train_in_sessions(jobs, one, changing, sessions)
-    kept = sorted(checkpoint_step(path) for path in list_checkpoints(changing.checkpoints_folder))
-    assert kept == [4, 7, 9, 14, 20]
+    assert saved_steps(changing) == [4, 7, 9, 14, 20]
 
 
 def test_a_llama_on_two_ranks_then_one_then_four(jobs: Jobs, run_in: Callable[..., Run], tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.whole_runs import steps_in
 
 from gecko.parallel.mesh import fresh_rendezvous
-from gecko.train.metrics import read_metrics
 
 # ---- Processes whose parent was killed end.
 
@@ -63,7 +63,7 @@ def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
     ranks: list[int] = []
     try:
-        until(lambda: len(steps_of(out)) > 2, "the ranks must train", tmp_path / "log")
+        until(lambda: len(steps_in(out)) > 2, "the ranks must train", tmp_path / "log")
         ranks = children(launcher.pid)
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
@@ -72,15 +72,10 @@ def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
         launcher.kill()
         for rank in filter(alive, ranks):
             os.kill(rank, signal.SIGKILL)
-    last = steps_of(out)[-1]
+    last = steps_in(out)[-1]["step"]
     assert last < STEPS and (out / "checkpoints" / f"step-{last:08d}").is_dir()
     said = (tmp_path / "log").read_text()
     assert "torchrun, which started it, is gone" in said and "saved after step" in said
-
-
-def steps_of(run: Path) -> list[int]:
-    path = run / "metrics.jsonl"
-    return [record["step"] for record in read_metrics(path) if record["kind"] == "train"] if path.exists() else []
 
 
 POOL = """

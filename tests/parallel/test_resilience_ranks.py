@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -11,42 +12,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support import training_jobs as work
 from support.jobs import Answer, Jobs
+from support.whole_runs import saved_steps, steps_in
 
 from gecko.io.checkpoints import list_checkpoints
 from gecko.io.files import locked
 from gecko.train import CheckpointSettings, EvaluationSettings, Run, SkipSettings
-from gecko.train.metrics import read_metrics
 
-# ---- If a rank is stopped, poisoned, hung or killed, all ranks do the same, and no training is lost.
+# ---- If a rank is poisoned, hung or killed, all ranks do the same, and no training is lost.
 
 LAYER = "blocks.1.feed_forward.fc2"
-
-
-def records(run: Run) -> list[dict[str, float | str | None]]:
-    return [record for record in read_metrics(run.folder / "metrics.jsonl") if record["kind"] == "train"]
-
-
-def test_sigterm_to_any_rank_stops_all_after_the_same_step(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    """It arrives in step 5; the ranks learn of it in step 6, which they finish."""
-    run = run_in("x")
-    first, second = jobs.answers(2, work.resumed_run, run, 1, 6)
-    assert (first.error, second.error) == (None, None)
-    assert (first.value["step"], second.value["step"]) == (6, 6)
-    assert [path.name for path in list_checkpoints(run.checkpoints_folder)] == ["step-00000006", "step-00000004"]
-    assert "saved after step 6 of 20" in first.output and "--resume" in first.output
-    assert second.output == ""
 
 
 def test_a_nan_on_one_rank_is_named_and_skipped_by_all(jobs: Jobs, run_in: Callable[..., Run]) -> None:
     """Too many in a row end all ranks, and one says so."""
     run = run_in("x", max_skips=3)
     first, second = jobs.answers(2, work.poisoned_run, run, LAYER, 1, {3, 4, 6, 7, 8}, float("nan"))
-    skipped = {record["step"]: record["skipped"] for record in records(run) if "skipped" in record}
+    skipped = {record["step"]: record["skipped"] for record in steps_in(run.folder) if "skipped" in record}
     assert list(skipped) == [3, 4, 6, 7, 8]
     assert skipped[3] == "the output of blocks.1.feed_forward.fc2 (Linear) is not finite, on rank 1"
-    assert [record["skips"] for record in records(run)] == [0, 0, 1, 2, 2, 3, 4, 5]
+    assert [record["skips"] for record in steps_in(run.folder)] == [0, 0, 1, 2, 2, 3, 4, 5]
     assert first.error is not None and first.error.startswith("NonFiniteError: steps 6 to 8 ")
     assert second.error == "SystemExit: 2"
 
@@ -55,7 +42,7 @@ def test_a_spike_on_one_rank_is_skipped_by_all(jobs: Jobs, run_in: Callable[...,
     """If only one rank skipped the step, the parameters and all later losses would differ between ranks."""
     run = run_in("x", steps=14, skip=SkipSettings(deviations=6, window=12))
     jobs.run(2, work.poisoned_run, run, "final_norm", 1, {12}, 300.0)
-    skipped = {record["step"]: record["skipped"] for record in records(run) if "skipped" in record}
+    skipped = {record["step"]: record["skipped"] for record in steps_in(run.folder) if "skipped" in record}
     assert list(skipped) == [12]
     assert "standard deviations" in str(skipped[12])
 
@@ -63,9 +50,10 @@ def test_a_spike_on_one_rank_is_skipped_by_all(jobs: Jobs, run_in: Callable[...,
 _FAULTY = """
 import os, signal, sys, time
 from pathlib import Path
-from gecko.train import Run, train
+from gecko.train import Run, finish, train
 from gecko.train.trainer import Trainer
 
+finish.write_report = lambda run, *_: run.folder / finish.REPORT  # drawing its pictures takes seconds
 folder, run = Path(sys.argv[1]), Run.load(sys.argv[1] + "/run.json")
 rank, original = int(os.environ["RANK"]), Trainer._step
 
@@ -125,7 +113,7 @@ def test_hung_and_killed_ranks_come_back_by_themselves(jobs: Jobs, run_in: Calla
         assert any(entry["profiling_name"].startswith("gloo:") for entry in recorded)
     assert "an earlier session hung" in said
     assert said.count("continuing after step") >= 2
-    losses = [np.array([record["loss"] for record in records(run)]) for run in (whole, faulty)]
+    losses = [np.array([record["loss"] for record in steps_in(run.folder)]) for run in (whole, faulty)]
     assert np.array_equal(*losses)
 
 
@@ -152,7 +140,7 @@ def test_steps_that_fail_on_all_ranks_while_a_checkpoint_is_written(jobs: Jobs, 
     poison = "blocks.1.feed_forward.fc2", 1, range(6, 20), float("nan")
     said = refused(jobs.answers(2, work.poisoned_run_on_a_slow_disk, run, *poison))
     assert said.startswith("NonFiniteError: steps 6 to 7 ")
-    assert [path.name for path in list_checkpoints(run.checkpoints_folder)] == ["step-00000004"]
+    assert saved_steps(run) == [4]
 
 
 def test_a_step_that_fails_on_one_rank_while_a_checkpoint_is_written(jobs: Jobs, run_in: Callable[..., Run]) -> None:
@@ -161,7 +149,7 @@ def test_a_step_that_fails_on_one_rank_while_a_checkpoint_is_written(jobs: Jobs,
     first, second = jobs.answers(2, work.failing_run_on_a_slow_disk, run, 1, 6)
     assert first.error is not None and "losed by peer" in first.error
     assert second.error == "rank 1 ended with exit code 3"
-    assert [path.name for path in list_checkpoints(run.checkpoints_folder)] == ["step-00000004"]
+    assert saved_steps(run) == [4]
 
 
 def test_a_folder_in_which_another_trains(jobs: Jobs, run_in: Callable[..., Run]) -> None:
@@ -178,15 +166,18 @@ def test_numbers_that_are_damaged(jobs: Jobs, trained: Run) -> None:
         assert any(f"metrics.jsonl, line {line}, must be" in warning for warning in first["warnings"])
 
 
-def test_a_folder_that_the_first_rank_cannot_look_into(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    said = refused(jobs.answers(2, work.run_with_a_lost_folder, run_in("x", steps=4), 0, "glob", "checkpoints"))
-    assert said.startswith("OSError: [Errno 116]") and "checkpoints" in said
-
-
-def test_a_text_that_one_rank_cannot_read(jobs: Jobs, run_in: Callable[..., Run]) -> None:
-    run = run_in("x", steps=4)
-    answers = jobs.answers(2, work.run_with_a_lost_folder, run, 1, "is_dir", Path(run.data.source).name)
-    assert "RuntimeError: on rank 1: " in refused(answers)
+@pytest.mark.parametrize(
+    ("rank", "method", "name", "said"),
+    [
+        (0, "glob", "checkpoints", r"OSError: \[Errno 116\].*checkpoints"),
+        (1, "is_dir", "texts", "RuntimeError: on rank 1: "),
+    ],
+)
+def test_a_folder_that_one_rank_cannot_look_into(
+    jobs: Jobs, run_in: Callable[..., Run], rank: int, method: str, name: str, said: str
+) -> None:
+    answers = jobs.answers(2, work.run_with_a_lost_folder, run_in("x", steps=4), rank, method, name)
+    assert re.match(said, refused(answers))
 
 
 def test_a_recipe_is_read_by_the_first_rank_alone(jobs: Jobs, trained: Run) -> None:

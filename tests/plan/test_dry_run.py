@@ -1,5 +1,6 @@
 """A dry run measures memory, to the byte also of deep models, and checks communication as they are in training."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -55,10 +56,7 @@ def steps() -> dict[int, tuple[MemoryLedger, Trace]]:
 @pytest.fixture
 def traces(steps: dict[int, tuple[MemoryLedger, Trace]]) -> dict[int, Trace]:
     """Return copies of the traces."""
-    copies = {rank: Trace() for rank in steps}
-    for rank, (_, trace) in steps.items():
-        copies[rank].calls = list(trace.calls)
-    return copies
+    return {rank: copy.deepcopy(trace) for rank, (_, trace) in steps.items()}
 
 
 def test_ranks_of_a_mesh_fit_together(traces: dict[int, Trace]) -> None:

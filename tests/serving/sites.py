@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import openai
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 import gecko
 from gecko.data import Tokenizer
@@ -25,6 +26,16 @@ JSON = {"Content-Type": "application/json"}
 OK = {"prompt": "abc", "max_tokens": 3}
 """A valid request."""
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
+
+
+class City(BaseModel):
+    """A city, whose texts are short, so that the small model ends them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=9)
+    size: int = Field(ge=0, le=99)
+    capital: bool
 
 
 def until(holds: Callable[[], bool]) -> None:

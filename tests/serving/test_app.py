@@ -9,6 +9,7 @@ from serving.sites import GREEDY, Site, alone, check_error, document, greedy
 
 import gecko
 from gecko.data import Tokenizer
+from gecko.runtime.process import __version__
 from gecko.serving.chat_requests import ChatRequest, DetokenizeRequest, ResponseRequest, TokenizeRequest
 from gecko.serving.fields import is_required
 from gecko.serving.options import Limits
@@ -107,6 +108,7 @@ def test_models_health_and_page(site: Site, model: gecko.Gecko) -> None:
     assert not found.chat_template
     assert site.openai.models.retrieve("small") == found
     check_error(site.get("/v1/models/large"), 404, "'small'")
+    assert site.get("/version").json() == {"version": __version__}
     page = site.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]

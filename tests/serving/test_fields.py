@@ -7,9 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
 from serving.conftest import StartServer
-from serving.sites import GREEDY, OK, Site, alone, check_error, document
+from serving.sites import GREEDY, OK, City, Site, alone, check_error, document
 
 import gecko
 
@@ -98,16 +97,6 @@ def test_choices_read_their_prompt_once(site: Site) -> None:
 
 
 # ---- Structured output over HTTP, with OpenAI's client.
-
-
-class City(BaseModel):
-    """Schema whose texts are short, so that the small model ends them."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(max_length=9)
-    size: int = Field(ge=0, le=99)
-    capital: bool
 
 
 def test_chat_parses_to_a_model(site: Site) -> None:

@@ -2,17 +2,19 @@
 
 import importlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from support import cases
 from support.jobs import TIMEOUT
+from support.native_agreement import calls
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -97,22 +99,18 @@ def arrays(named: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 @cache
-def groups(world: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create the groups once, in the same order in every process: all ranks, two pairs, and the pairs across."""
-    made = {}
-    for ranks in ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3)):
-        made[ranks] = dist.new_group(list(ranks), timeout=TIMEOUT)
-    return made
+def last_two(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the group once, in every process."""
+    return dist.new_group([2, 3], timeout=TIMEOUT)
 
 
-def group_of(ranks: int) -> tuple[ContextGroup, dist.ProcessGroup]:
-    """Return this process's context group of that size, and the group of ranks with the same index in other groups."""
-    if dist.get_world_size() == ranks == 2:
-        return ContextGroup(dist.group.WORLD), dist.group.WORLD
-    me, made = dist.get_rank(), groups(dist.group.WORLD)
-    if ranks == 4:
-        return ContextGroup(made[0, 1, 2, 3]), made[0, 1, 2, 3]
-    return ContextGroup(made[(0, 1) if me < 2 else (2, 3)]), made[(0, 2) if me % 2 == 0 else (1, 3)]
+def group_of(ranks: int) -> ContextGroup | None:
+    """Return the context group of the last ``ranks`` processes, whose numbers in it differ from those in the job; None
+    in the others."""
+    if dist.get_world_size() == ranks:
+        return ContextGroup(dist.group.WORLD)
+    pair = last_two(dist.group.WORLD)
+    return ContextGroup(pair) if dist.get_rank() >= 2 else None
 
 
 def read(
@@ -153,8 +151,8 @@ def read(
 
 
 def prefill_on_ranks(variant: str, text: Text, checkpointing: str) -> dict[str, Any]:
-    group, _ = group_of(text.ranks)
-    return read(variant, text, checkpointing, group)
+    group = group_of(text.ranks)
+    return {} if group is None else read(variant, text, checkpointing, group)
 
 
 def model_for_kernels(variant: str, layers: int = 2) -> Gecko:
@@ -165,26 +163,20 @@ def model_for_kernels(variant: str, layers: int = 2) -> Gecko:
 def read_on_kernels(variant: str, text: Text, checkpointing: str, backend: str, layers: int = 2) -> dict[str, Any]:
     """Return ``read`` on ranks, in float32 by kernels of ``backend``, with the names of those that ran."""
     recorder = {"cpu": c_kernels_recorded, "triton": triton_kernels_recorded}[backend]
+    group = group_of(text.ranks)
+    if group is None:
+        return {}
     with recorder() as ran:
-        found = read(variant, text, checkpointing, group_of(text.ranks)[0], model_for_kernels(variant, layers))
+        found = read(variant, text, checkpointing, group, model_for_kernels(variant, layers))
     return found | {"ran": sorted(set(ran))}
 
 
 @contextmanager
 def c_kernels_recorded() -> Iterator[list[str]]:
     """Yield a list of the names of the C kernels that run."""
-    ran: list[str] = []
-    with ExitStack() as stack:
-        for operator in ("timestep_norm", "cema", "chunk_attention", "working_memory"):
-            file = ".cpu" if operator in ("chunk_attention", "working_memory") else ""
-            module = importlib.import_module(f"gecko.ops.{operator}{file}")
-
-            def call(name: str, *arguments: Any, plain: Any = module.call) -> None:
-                ran.append(name)
-                plain(name, *arguments)
-
-            stack.enter_context(mock.patch.object(module, "call", call))
-        yield ran
+    names = ("timestep_norm", "cema", "chunk_attention.cpu", "working_memory.cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        yield calls(patch, *(importlib.import_module(f"gecko.ops.{name}") for name in names))
 
 
 @contextmanager
@@ -202,28 +194,39 @@ def triton_kernels_recorded() -> Iterator[list[str]]:
         yield ran
 
 
-def assert_near(parts: list[dict[str, Any]], whole: dict[str, Any]) -> None:
-    """Assert that outputs, gradients and last state of ranks in float32 are those of one device in float64."""
+EXACT = 1e-9
+"""Largest difference of float64 results, relative to each number, and to the largest number of the tensor."""
+
+
+def assert_one_device(parts: list[dict[str, Any]], whole: dict[str, Any], near: bool = False) -> None:
+    """Assert that outputs, gradients and last state of ranks are those of one device in float64; with ``near``, those
+    of ranks in float32."""
     for name in ("hidden", "losses", "logits"):
-        _near(np.concatenate([part[name] for part in parts], axis=1), whole[name], name)
-    for name, wanted in whole["gradients"].items():
-        _near(parts[0]["gradients"][name], wanted, name)
-    for name, wanted in whole["state"].items():
-        _near(parts[-1]["state"][name], wanted, name)
+        assert_same(np.concatenate([part[name] for part in parts], axis=1), whole[name], name, near)
+    for part in parts:
+        assert part["loss"] == parts[0]["loss"]
+        assert part["loss"] == pytest.approx(whole["loss"], rel=1e-4 if near else EXACT)
+        for name, wanted in whole["gradients"].items():
+            assert_same(part["gradients"][name], wanted, f"gradient {name}", near)
+    for kind in ("state", "inferred"):
+        for name, wanted in whole[kind].items():
+            assert_same(parts[-1][kind][name], wanted, f"{kind} {name}", near)
 
 
-def _near(got: np.ndarray, wanted: np.ndarray, name: str) -> None:
+def assert_same(got: np.ndarray, wanted: np.ndarray, name: str, near: bool = False) -> None:
     if wanted.dtype.kind != "f":
         assert np.array_equal(got, wanted), name
         return
     finite = np.abs(wanted) < 1e20  # the log of an empty sum is −1e30
-    scale = max(1.0, np.abs(wanted[finite]).max()) if finite.any() else 1.0
-    np.testing.assert_allclose(got[finite], wanted[finite], rtol=0, atol=1e-4 * scale, err_msg=name)
+    scale = np.abs(wanted[finite]).max(initial=1.0)
+    rtol, atol = (0, 1e-4 * scale) if near else (EXACT, EXACT * scale)
+    np.testing.assert_allclose(got[finite], wanted[finite], rtol, atol, err_msg=name)
+    np.testing.assert_allclose(got[~finite], wanted[~finite], 1e-7 if near else EXACT, err_msg=name)
 
 
 def batches(variant: str, checkpointing: str) -> tuple[int, int]:
     """Return the number of batches that a rank posts in the forward and in the backward pass of a loss."""
-    group, model, text = group_of(4)[0], cases.model(variant), Text(4, 2)
+    group, model, text = group_of(4), cases.model(variant), Text(4, 2)
     model.activation_checkpointing = checkpointing
     tokens, targets = tokens_of(text)
     columns = group.slice(text.length, CHUNK)
@@ -289,7 +292,7 @@ def refusal(lengths: tuple[int, ...], read: int = 0, ids: tuple[bool, ...] = (Fa
     state = model(cases.tokens(1, read))[1] if read else None
     tokens = cases.tokens(1, lengths[rank])
     try:
-        model(tokens, torch.zeros_like(tokens) if ids[rank] else None, state, context=group_of(4)[0])
+        model(tokens, torch.zeros_like(tokens) if ids[rank] else None, state, context=group_of(4))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -297,29 +300,30 @@ def refusal(lengths: tuple[int, ...], read: int = 0, ids: tuple[bool, ...] = (Fa
 
 def slice_refusal(length: int) -> str:
     try:
-        group_of(4)[0].slice(length, CHUNK)
+        group_of(4).slice(length, CHUNK)
     except ValueError as error:
         return str(error)
     return "no error"
 
 
 def prefill(variant: str, length: int, read: int, piece: int, ranks: int) -> dict[str, Any]:
-    """Read a text on several ranks and on one; return the logits and states of both."""
-    group, model = group_of(ranks)[0], cases.model(variant)
-    text = cases.tokens(1, read + length, seed=5)[0]
-    state = None if read == 0 else read_text(model, [text[:read]]).state
-    parts = text[read:].split([length // 3, length - length // 3])
-    shared = prefill_on_several(model, parts, group, state, piece=piece)
-    alone = read_text(model, [text])
-    return {
-        name: {"logits": reading.logits.numpy(), **arrays(reading.state.tensors())}
-        for name, reading in (("shared", shared), ("alone", alone))
-    }
+    """Return the logits and the state of a text that is read by one process or by several ranks, the last ``length``
+    tokens after the others."""
+    model, text = cases.model(variant), cases.tokens(1, read + length, seed=5)[0]
+    if ranks == 1:
+        reading = read_text(model, [text])
+    elif (group := group_of(ranks)) is None:
+        return {}
+    else:
+        state = None if read == 0 else read_text(model, [text[:read]]).state
+        parts = text[read:].split([length // 3, length - length // 3])
+        reading = prefill_on_several(model, parts, group, state, piece=piece)
+    return {"logits": reading.logits.numpy(), **arrays(reading.state.tensors())}
 
 
 def autocast_losses(variant: str) -> tuple[float, float]:
     """Return the loss on four ranks and on one, with bfloat16 matrix products."""
-    group, text = group_of(4)[0], Text(4, 2, "few")
+    group, text = group_of(4), Text(4, 2, "few")
     model = cases.model(variant, torch.float32)
     tokens, targets = tokens_of(text)
     ids, columns = ids_of(text), group.slice(text.length, CHUNK)

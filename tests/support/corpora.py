@@ -4,8 +4,11 @@ import json
 import random
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from gecko.config import GeckoConfig
-from gecko.data import load_tokenizer
+from gecko.data import IGNORED, Batch, load_tokenizer
 from gecko.data.tokenize import TokenizingPlan, run_task
 
 WORDS = ["red", "green", "blue", "stone", "river", "runs", "falls", "slowly", "over", "under"]
@@ -25,6 +28,17 @@ def write_corpus(folder: Path, files: int = 20, first: int = 0) -> Path:
     for number in range(first, first + files):
         (folder / f"{number:02d}.txt").write_text(words(60, number), encoding="utf-8")
     return folder
+
+
+def random_batch(seed: int, rows: int, length: int, ignored: float | Tensor = 0.0) -> Batch:
+    """Return random bytes with random document starts, of which the share ``ignored`` are no targets."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, BYTE_MODEL.vocab_size, (rows, length + 1), generator=generator)
+    segments = (torch.rand(rows, length, generator=generator) < 0.06).cumsum(dim=1)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(rows, length, generator=generator) < ignored] = IGNORED
+    targets[:, :-1][segments[:, 1:] != segments[:, :-1]] = IGNORED
+    return Batch(tokens[:, :-1], targets, segments)
 
 
 def as_lines(texts: list[str], folder: Path) -> str:

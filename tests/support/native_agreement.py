@@ -69,14 +69,14 @@ def turned(x: Tensor) -> Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def calls(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
-    """Return a list to which the names of the kernels that ``module`` calls are appended from now on."""
+def calls(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> list[str]:
+    """Return a list to which the names of the kernels that ``modules`` call are appended from now on."""
     names: list[str] = []
-    call = module.call
+    for module in modules:
 
-    def recorded(name: str, *arguments: object) -> None:
-        names.append(name)
-        call(name, *arguments)
+        def recorded(name: str, *arguments: object, call: Callable[..., None] = module.call) -> None:
+            names.append(name)
+            call(name, *arguments)
 
-    monkeypatch.setattr(module, "call", recorded)
+        monkeypatch.setattr(module, "call", recorded)
     return names

@@ -17,16 +17,17 @@ from typing import Any
 from unittest import mock
 from unittest.mock import Mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from support.corpora import write_tokenizer
-from support.whole_runs import plain_report
+from support.corpora import random_batch, write_tokenizer
+from support.whole_runs import plain_report, stop_after
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gecko.data import IGNORED, Batch, TokenizedCorpus, Tokenizer, load_tokenizer, packing
+from gecko.data import Batch, TokenizedCorpus, Tokenizer, load_tokenizer, packing
 from gecko.data.packing import CorpusShare
 from gecko.io import checkpoints
 from gecko.models import LanguageModel, build_model, meta_model
@@ -118,16 +119,10 @@ def time_limits(run: Run, seconds: int) -> list[float]:
         return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
-def random_batch(run: Run, seed: int) -> Batch:
-    """Return the whole batch, with random document starts and very unequal numbers of targets."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, length = run.batch_size, run.sequence_length
-    tokens = torch.randint(0, run.model.vocab_size, (rows, length + 1), generator=generator)
-    segments = (torch.rand(rows, length, generator=generator) < 0.06).cumsum(dim=1)
-    targets = tokens[:, 1:].clone()
-    targets[torch.rand(rows, length, generator=generator) < torch.rand(rows, 1, generator=generator)] = IGNORED
-    targets[:, :-1][segments[:, 1:] != segments[:, :-1]] = IGNORED
-    return Batch(tokens[:, :-1], targets, segments)
+def whole_batch(run: Run, seed: int) -> Batch:
+    """Return random rows with very unequal numbers of targets."""
+    ignored = torch.rand(run.batch_size, 1, generator=torch.Generator().manual_seed(seed + 1000))
+    return random_batch(seed, run.batch_size, run.sequence_length, ignored)
 
 
 def mine(batch: Batch, ranks: Ranks) -> Batch:
@@ -175,7 +170,7 @@ def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
     training_step = Step(model, build_optimizer(model, run.optimizer), 1.0, run.precision, ranks=ranks)
     curve = []
     for step in range(steps):
-        parts = split_batch(mine(random_batch(run, step), ranks), run.gradient_accumulation_steps, CPU, ranks)
+        parts = split_batch(mine(whole_batch(run, step), ranks), run.gradient_accumulation_steps, CPU, ranks)
         result = training_step.start(parts, 1e-2).wait()
         curve.append((result.loss, result.grad_norm))
     return {"curve": curve, "parameters": {n: whole(p).detach().numpy() for n, p in model.named_parameters()}}
@@ -196,7 +191,7 @@ def gathered_dtypes(run: Run) -> dict[str, tuple[torch.dtype, torch.dtype, torch
         model = model_of(run, ranks, dtype=torch.float32)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(look(name))
-        parts = split_batch(mine(random_batch(run, 0), ranks), 1, CPU, ranks)
+        parts = split_batch(mine(whole_batch(run, 0), ranks), 1, CPU, ranks)
         compute_gradients(model, parts, run.precision, ranks)
         return {
             name: (seen.get(name, parameter.dtype), parameter.dtype, gradient(parameter).dtype)
@@ -215,7 +210,7 @@ def accumulated_gradients(run: Run) -> dict[str, Any]:
     backward = torch.autograd.backward
     with ranks_of(run) as ranks:
         model = model_of(run, ranks, dtype=torch.float32)
-        parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
+        parts = split_batch(mine(whole_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
 
         def measured(loss: Tensor) -> None:
             backward(loss)
@@ -252,7 +247,7 @@ def bytes_in_cycles(run: Run) -> int:
         training_step = Step(model, build_optimizer(model, run.optimizer), 1.0, run.precision, ranks=ranks)
 
         def step() -> None:
-            parts = split_batch(mine(random_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
+            parts = split_batch(mine(whole_batch(run, 0), ranks), run.gradient_accumulation_steps, CPU, ranks)
             training_step.start(parts, 1e-2).wait()
 
         step()  # what is made once is not counted
@@ -272,7 +267,7 @@ def bytes_in_cycles(run: Run) -> int:
 def evaluations(run: Run, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the held-out loss of a new model in float64 for each case (number of rows, rows at once)."""
     with ranks_of(run) as ranks:
-        batch = random_batch(run, 1)
+        batch = whole_batch(run, 1)
         model = model_of(run, ranks, dtype=torch.float64)
         found = []
         for rows, at_once in cases:
@@ -364,14 +359,8 @@ def run_with_an_unreadable_checkpoint(run: Run, rank: int, name: str) -> dict[st
 
 @contextlib.contextmanager
 def _before_step(step: int, action: Callable[[], None]) -> Iterator[None]:
-    original = Trainer._step
-
-    def stepping(self: Trainer) -> None:
-        if self.next_step == step:
-            action()
-        original(self)
-
-    with mock.patch.object(Trainer, "_step", stepping):
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(step, patch, action)
         yield
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gecko.io.checkpoints import checkpoint_step, list_checkpoints
 from gecko.train import Run, TrainResult, train
 from gecko.train.finish import REPORT
-from gecko.train.metrics import read_metrics
+from gecko.train.metrics import METRICS, read_metrics
 from gecko.train.step import SpikeRule, Verdict
 from gecko.train.trainer import Trainer
 
@@ -26,14 +27,24 @@ def plain_report(run: Run, *facts: Any) -> Path:
 
 
 def curve(run: Run) -> list[dict[str, Any]]:
-    records = read_metrics(run.folder / "metrics.jsonl")
+    records = read_metrics(run.folder / METRICS)
     return [{name: value for name, value in record.items() if name not in _TIMES} for record in records]
+
+
+def steps_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the training steps of a run."""
+    return [record for record in read_metrics(folder / METRICS) if record["kind"] == "train"]
+
+
+def saved_steps(run: Run) -> list[int]:
+    """Return the steps of a run's checkpoints, the oldest first."""
+    return sorted(map(checkpoint_step, list_checkpoints(run.checkpoints_folder)))
 
 
 def losses(run: Run) -> np.ndarray:
     """Return steps and losses of all records, after a check that every step was recorded once."""
-    records = read_metrics(run.folder / "metrics.jsonl")
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, len(records) + 1))[: run.steps]
+    records = read_metrics(run.folder / METRICS)
+    assert [record["step"] for record in steps_in(run.folder)] == list(range(1, len(records) + 1))[: run.steps]
     return np.array([(record["step"], record["loss"]) for record in records])
 
 

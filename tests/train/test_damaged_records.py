@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.whole_runs import curve, same_end
+from support.whole_runs import curve, same_end, steps_in, stop_after
 
 from gecko.train import Run, TrainResult, train
-from gecko.train.metrics import SESSIONS, MetricsWriter, read_metrics, read_sessions
-from gecko.train.trainer import Trainer
+from gecko.train.metrics import METRICS, SESSIONS, MetricsWriter, read_metrics, read_sessions
 
 # ---- Damaged or unwritable metrics files are named and repaired, and no step is lost.
 
-METRICS = "metrics.jsonl"
-
 
 def steps(run: Run) -> list[int]:
-    return [record["step"] for record in read_metrics(run.folder / METRICS) if record["kind"] == "train"]
+    return [record["step"] for record in steps_in(run.folder)]
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 4, "comm', b'{"step": 4}', b"\xff\xfe"], ids=["torn", "no end", "no text"])
@@ -146,19 +143,6 @@ def test_a_run_ends_as_without_output_that_cannot_be_written(
     assert [getattr(sys, name) for name in names] == streams
 
 
-def change(step: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
-    """Do ``work`` before the given step of the next run is started."""
-    start = Trainer._start
-
-    def starting(self: Trainer, number: int) -> Any:
-        if number == step:
-            monkeypatch.setattr(Trainer, "_start", start)
-            work()
-        return start(self, number)
-
-    monkeypatch.setattr(Trainer, "_start", starting)
-
-
 @pytest.mark.parametrize(("step", "how"), [(3, "deleted"), (5, "replaced"), (12, "deleted")])
 def test_metrics_that_are_deleted_or_replaced_keep_all_steps(
     small_run: Run, whole: TrainResult, monkeypatch: pytest.MonkeyPatch, step: int, how: str
@@ -169,7 +153,7 @@ def test_metrics_that_are_deleted_or_replaced_keep_all_steps(
         shutil.copy(path, path.with_name("copy"))
         path.with_name("copy").rename(path)
 
-    change(step, monkeypatch, path.unlink if how == "deleted" else replaced)
+    stop_after(step, monkeypatch, path.unlink if how == "deleted" else replaced)
     with pytest.warns(UserWarning, match="deleted while the run trains") if how == "deleted" else monkeypatch.context():
         result = train(small_run)
     assert curve(small_run) == curve(whole.run) and same_end(result, whole)
@@ -189,7 +173,7 @@ def test_a_run_whose_folder_is_moved_ends_and_begins_no_second_one(
         if how == "replaced":
             run.folder.mkdir()
 
-    change(step, monkeypatch, moved)
+    stop_after(step, monkeypatch, moved)
     with pytest.raises(OSError, match=r"moved was moved or deleted\. .* continue with --resume"):
         train(run)
     assert not run.folder.exists() or not any(run.folder.iterdir())

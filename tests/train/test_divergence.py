@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.whole_runs import curve, skip, stop_after
+from support.whole_runs import curve, saved_steps, skip, stop_after
 from torch import Tensor, nn
 
 from gecko.io.checkpoints import list_checkpoints, verify_files
@@ -30,10 +30,6 @@ def with_rate(run: Run, rate: float) -> Run:
     return replace(run, optimizer=replace(run.optimizer, learning_rate=rate))
 
 
-def checkpoints(run: Run) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(run.folder / "checkpoints"))
-
-
 @pytest.mark.parametrize("every, keep", [(5, 2), (1, 1), (7, 1)])
 def test_after_a_divergence_the_advice_works(small_run: Run, every: int, keep: int) -> None:
     """A save at every step, or at step 21, the first bad step, also saves the bad weights."""
@@ -42,7 +38,7 @@ def test_after_a_divergence_the_advice_works(small_run: Run, every: int, keep: i
     longer = replace(run, steps=34, max_skips=4)
     with pytest.raises(NonFiniteError, match=r"continue with --resume, which goes on from step-00000020") as caught:
         train(with_rate(longer, 1e10), resume=True)
-    assert checkpoints(run)[-1] == 20
+    assert saved_steps(run)[-1] == 20
     kept = list((run.folder / "checkpoints").glob("diverged-*"))
     assert [path.name for path in kept] == (["diverged-00000021"] if every in (1, 7) else [])
     for path in kept:
@@ -51,7 +47,7 @@ def test_after_a_divergence_the_advice_works(small_run: Run, every: int, keep: i
     result = train(with_rate(longer, 1e-4), resume=True)
     assert result.finished and result.evaluation is not None and result.evaluation.loss < 7
     assert not list((run.folder / "checkpoints").glob("diverged-*"))
-    assert len(checkpoints(run)) == keep
+    assert len(saved_steps(run)) == keep
 
 
 @pytest.mark.parametrize("skipped", [{3, 4, 5}, {7, 8, 9}, {11, 12}, {4, 8, 12}, {1, 2}])
@@ -91,10 +87,10 @@ def test_stopped_in_a_streak_it_saves_and_drops_nothing(small_run: Run, monkeypa
     skip({6, 7, 8, 9, 10}, monkeypatch)
     stop_after(7, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
     assert train(run).step == 7
-    assert checkpoints(run) == [4, 7]
+    assert saved_steps(run) == [4, 7]
     with pytest.raises(NonFiniteError, match=r"steps 6 to 8 .* goes on from step-00000004"):
         train(run, resume=True)
-    assert checkpoints(run) == [4]
+    assert saved_steps(run) == [4]
     monkeypatch.undo()
     assert train(run, resume=True).finished
 
@@ -106,7 +102,7 @@ def test_without_a_good_checkpoint_it_begins_again(run_in: Callable[[str], Run])
         run = replace(run_in(f"{every}"), max_skips=2, checkpoint=CheckpointSettings(every=every))
         with pytest.raises(NonFiniteError, match=said):
             train(with_rate(run, 1e10))
-        assert checkpoints(run) == ([1] if every == 1 else [])
+        assert saved_steps(run) == ([1] if every == 1 else [])
     assert train(run_in("100"), resume=True).finished
 
 
@@ -134,7 +130,7 @@ def test_a_finite_divergence_leaves_the_best_checkpoint(small_run: Run, monkeypa
     monkeypatch.setattr(SpikeRule, "judge", lambda self, loss, norm: judge(self, loss + 4, norm))
     monkeypatch.setattr(SpikeRule, "record", lambda self, done: record(self, replace(done, loss=done.loss + 4)))
     assert train(replace(run, steps=16), resume=True).finished
-    assert checkpoints(run) == [8, 16]
+    assert saved_steps(run) == [8, 16]
 
 
 def test_weights_without_a_finite_held_out_loss_displace_no_checkpoint(
@@ -144,7 +140,7 @@ def test_weights_without_a_finite_held_out_loss_displace_no_checkpoint(
     monkeypatch.setattr(trainer, "evaluate", lambda *given: replace(evaluate(*given), loss=float("nan")))
     run = replace(small_run, checkpoint=CheckpointSettings(every=4, keep=1))
     assert train(run).finished
-    assert checkpoints(run) == [8, 12]
+    assert saved_steps(run) == [8, 12]
 
 
 def test_a_checkpoint_without_losses_is_never_the_best(small_run: Run) -> None:
@@ -316,6 +312,6 @@ def test_a_non_finite_step_is_named_and_skipped(small_run: Run, monkeypatch: pyt
     assert list(skipped) == [2, 3, 6, 7, 8]
     assert skipped[2]["loss"] is None
     assert "blocks.1.feed_forward.fc2" in skipped[2]["skipped"]
-    assert checkpoints(small_run) == [4]
+    assert saved_steps(small_run) == [4]
     weights = load_file(small_run.folder / "checkpoints" / "step-00000004" / "model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.corpora import BYTE_MODEL
+from support.corpora import BYTE_MODEL, random_batch
 from support.emulated_device import DEVICE, EmulatedDevice, move
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,15 +42,7 @@ def _no_autocast() -> Iterator[None]:
 
 
 def batches(run: Run, count: int) -> list[Batch]:
-    """Return batches of random tokens, with documents that start anywhere."""
-    generator = torch.Generator().manual_seed(0)
-    shape = run.batch_size, run.sequence_length
-    made = []
-    for _ in range(count):
-        tokens = torch.randint(0, 256, (shape[0], shape[1] + 1), generator=generator)
-        ids = (torch.rand(shape, generator=generator) < 0.1).cumsum(dim=1)
-        made.append(Batch(tokens[:, :-1], tokens[:, 1:].clone(), ids))
-    return made
+    return [random_batch(seed, run.batch_size, run.sequence_length) for seed in range(count)]
 
 
 def started(run: Run, model: Gecko, device: torch.device, count: int = 4) -> list[StepResult]:

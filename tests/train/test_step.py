@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import BYTE_MODEL
+from support.corpora import BYTE_MODEL, random_batch
 from torch import Tensor
 from train.conftest import growing
 
-from gecko.data import IGNORED, Batch
+from gecko.data import Batch
 from gecko.models.gecko import Gecko
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run, ScheduleSettings
@@ -24,16 +24,6 @@ from gecko.train.step import Step, compute_gradients, learning_rate_factor, spli
 # ---- One optimizer step: gradient accumulation, clipping, precision.
 
 CPU = torch.device("cpu")
-
-
-def random_batch(seed: int, rows: int = 6, length: int = 19, ignored: float = 0.0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, BYTE_MODEL.vocab_size, (rows, length + 1), generator=generator)
-    segments = (torch.rand(rows, length, generator=generator) < 0.1).cumsum(dim=1)
-    targets = tokens[:, 1:].clone()
-    targets[torch.rand(rows, length, generator=generator) < ignored] = IGNORED
-    targets[:, :-1][segments[:, 1:] != segments[:, :-1]] = IGNORED
-    return Batch(tokens[:, :-1], targets, segments)
 
 
 def gradients(model: Gecko, batch: Batch, parts: int) -> tuple[Tensor, list[Tensor]]:
@@ -48,7 +38,7 @@ def test_a_batch_in_parts_is_the_batch(seed: int, parts: int, ignored: float) ->
     """Also if the parts have very different numbers of targets."""
     torch.manual_seed(0)
     model = Gecko(BYTE_MODEL).double()
-    batch = random_batch(seed, ignored=ignored)
+    batch = random_batch(seed, 6, 19, ignored)
     if not batch.scored_tokens:
         return
     loss, whole = gradients(model, batch, 1)
@@ -60,13 +50,13 @@ def test_a_batch_in_parts_is_the_batch(seed: int, parts: int, ignored: float) ->
 
 def test_a_batch_without_targets_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one target"):
-        split_batch(random_batch(0, ignored=1.1), 2, CPU)
+        split_batch(random_batch(0, 6, 19, 1.1), 2, CPU)
 
 
 def step_of(model: Gecko, **changes: Any) -> Any:
     optimizer = build_optimizer(model, OptimizerSettings())
     step = Step(model, optimizer, **{"clip": 1.0, "precision": "float32", **changes})
-    return step.start(split_batch(random_batch(1), 1, CPU), 1e-3).wait()
+    return step.start(split_batch(random_batch(1, 6, 19), 1, CPU), 1e-3).wait()
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:

@@ -22,10 +22,10 @@ from gecko.hf import byte_tokenizer, export
 
 CHUNK = 16
 COMMON = {
-    "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8,
-    "disable_log_stats": False, "seed": 0,
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 12,
+    "num_gpu_blocks_override": 13, "disable_log_stats": False, "seed": 0,
 }  # fmt: skip
-"""Settings of all engines; long prompts are read in pieces of 64 tokens."""
+"""Settings of all engines: long prompts are read in pieces of 64 tokens, and every sequence soon gets a used page."""
 
 
 @pytest.fixture(scope="session")
@@ -42,20 +42,23 @@ def folder(model: gecko.Gecko, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start(folder: Path) -> Iterator[Callable[..., LLM]]:
-    """Return a function that starts an engine in this process; it ends with the test."""
-    engines: list[Any] = []
-
-    def begin(**settings: Any) -> LLM:
-        end()
-        engines.append(LLM(**{"model": str(folder), **COMMON, **settings}))
-        return engines[-1]
+    """Return a function that starts an engine in this process and ends the one before, unless its settings are the
+    same: then it goes on. The last one ends with the module."""
+    running: list[tuple[dict[str, Any], Any]] = []
 
     def end() -> None:
-        while engines:
-            engines.pop().llm_engine.engine_core.shutdown()
+        while running:
+            running.pop()[1].llm_engine.engine_core.shutdown()
         gc.collect()
+
+    def begin(**settings: Any) -> LLM:
+        settings = {"model": str(folder), **COMMON, **settings}
+        if not running or running[0][0] != settings:
+            end()
+            running.append((settings, LLM(**settings)))
+        return running[0][1]
 
     yield begin
     end()

@@ -16,10 +16,23 @@ from gecko.hf import GeckoConfig, GeckoForSequenceClassification, byte_tokenizer
 from gecko.io.quantization import quantize
 
 
+@pytest.mark.parametrize("in_c", [False, True])
+def test_every_length_in_c_and_in_pytorch(in_c, start, model, monkeypatch):
+    """Most of the second texts get pages of the first. Graphs are off."""
+    if not in_c:
+        monkeypatch.setattr("gecko.vllm.model.decoder_of", lambda *_: None)
+    texts = [prompt(n) for n in (1, 2, 15, 16, 17, 33, 64, 65, 200)]
+    alone, engine = [expected(model, text, 40) for text in texts], start(enforce_eager=in_c)
+    config = engine.llm_engine.vllm_config.compilation_config
+    assert (config.mode, config.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.NONE)
+    assert continued(engine, texts, greedy(40)) == alone
+    assert continued(engine, texts[::-1], greedy(40)) == alone[::-1]
+
+
 def test_64_mixed_requests_in_pieces(start, model):
     """Prompts of 1 to 330 tokens in pieces of 64, for 1 to 40 tokens; every fourth request samples meanwhile. Then the
     log-probabilities of a prompt."""
-    texts, engine = [prompt(1 + 37 * i % 330, seed=i) for i in range(64)], start(max_num_seqs=16)
+    texts, engine = [prompt(1 + 37 * i % 330, seed=i) for i in range(64)], start()
     lengths = [1 + 13 * i % 40 for i in range(64)]
     parameters = [
         SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True) if i % 4 == 3 else greedy(new)
@@ -39,56 +52,7 @@ def test_64_mixed_requests_in_pieces(start, model):
     torch.testing.assert_close(torch.tensor(given), wanted, atol=1e-4, rtol=0)
 
 
-def test_prefix_hits_and_preemption(start, model):
-    engine = start(enable_prefix_caching=True, block_size=32, num_gpu_blocks_override=10)
-    shared = prompt(150)
-    texts = [shared.new_tensor([*shared, *prompt(1 + 9 * i, seed=i)]) for i in range(6)]
-    alone = [expected(model, text, 24) for text in texts]
-    assert continued(engine, texts[:1], greedy(24)) == alone[:1]
-    assert continued(engine, texts, greedy(24)) == alone
-    assert metric(engine, "prefix_cache_hits") >= 5 * 128
-    others = [prompt(10 + i, seed=i) for i in range(8)]  # one page each at first, two when they grow
-    assert continued(engine, others, greedy(150)) == [expected(model, text, 150) for text in others]
-    assert metric(engine, "num_preemptions") > 0
-
-
-@pytest.mark.parametrize("in_c", [True, False])
-def test_restart(in_c, start, model, monkeypatch):
-    """Two engines, one after the other, decode in C or in PyTorch; pages of the second one are not empty, and graphs
-    are off."""
-    if not in_c:
-        monkeypatch.setattr("gecko.vllm.model.decoder_of", lambda *_: None)
-    texts = [prompt(n) for n in (1, 2, 15, 16, 17, 33, 64, 65, 200)]
-    alone = [expected(model, text, 40) for text in texts]
-    for _ in range(2):
-        engine = start(enforce_eager=in_c)
-        config = engine.llm_engine.vllm_config.compilation_config
-        assert (config.mode, config.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.NONE)
-        assert continued(engine, texts, greedy(40)) == alone
-        assert continued(engine, texts[::-1], greedy(40)) == alone[::-1]
-
-
-ARCHITECTURES = {
-    "8 bits": {"memory": "none", "attention": "sliding_window", "timestep_betas": None, "tie_embedding": True},
-    "llama": {**LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 1, "bfloat16_window": True},
-}
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_other_architectures(name, start, tmp_path):
-    """Weights in 8 bits, a tied head, and no working memory; shared heads, a sink, and a window in bfloat16, without
-    norms with statistics and a moving average."""
-    torch.manual_seed(0)
-    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", chunk_size=16, **ARCHITECTURES[name]))
-    if name == "8 bits":
-        quantize(model, 8)
-    model.save(tmp_path)
-    texts = [prompt(n) for n in (1, 33, 60)]  # a call of the model, as one piece, has a window in float32
-    found = continued(start(model=str(tmp_path), skip_tokenizer_init=True), texts, greedy(40))
-    assert found == [expected(model, text, 40) for text in texts]
-
-
-def test_new_weights_take_effect_in_a_running_engine_and_damaged_ones_are_refused(start, model, tmp_path):
+def test_new_weights_take_effect_in_a_running_engine_and_damaged_ones_are_refused(start, model, folder, tmp_path):
     """From a folder, from a trainer in one call or name by name, and written into the parameters."""
     torch.manual_seed(1)
     other, engine, texts = gecko.Gecko(model.config), start(), [prompt(n) for n in (1, 33)]
@@ -122,6 +86,8 @@ def test_new_weights_take_effect_in_a_running_engine_and_damaged_ones_are_refuse
     (tmp_path / "model.safetensors").write_bytes(damaged)
     with pytest.raises(ValueError, match="is damaged"):
         engine.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    assert is_now(model)
 
 
 def test_a_seed_decides_the_text_of_a_prompt_however_it_is_cut(start):
@@ -130,6 +96,39 @@ def test_a_seed_decides_the_text_of_a_prompt_however_it_is_cut(start):
     together = continued(engine, texts, drawn)
     engine = start(max_num_batched_tokens=512)
     assert together == [continued(engine, [text], one)[0] for text, one in zip(texts, drawn, strict=True)]
+
+
+def test_prefix_hits_and_preemption(start, model):
+    engine = start(enable_prefix_caching=True, block_size=32, num_gpu_blocks_override=10)
+    shared = prompt(150)
+    texts = [shared.new_tensor([*shared, *prompt(1 + 9 * i, seed=i)]) for i in range(6)]
+    alone = [expected(model, text, 24) for text in texts]
+    assert continued(engine, texts[:1], greedy(24)) == alone[:1]
+    assert continued(engine, texts, greedy(24)) == alone
+    assert metric(engine, "prefix_cache_hits") >= 5 * 128
+    others = [prompt(10 + i, seed=i) for i in range(8)]  # one page each at first, two when they grow
+    assert continued(engine, others, greedy(150)) == [expected(model, text, 150) for text in others]
+    assert metric(engine, "num_preemptions") > 0
+
+
+ARCHITECTURES = {
+    "8 bits": {"memory": "none", "attention": "sliding_window", "timestep_betas": None, "tie_embedding": True},
+    "llama": {**LLAMA, "num_heads": 4, "key_value_heads": 2, "sinks": 1, "bfloat16_window": True},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures(name, start, tmp_path):
+    """Weights in 8 bits, a tied head, and no working memory; shared heads, a sink, and a window in bfloat16, without
+    norms with statistics and a moving average."""
+    torch.manual_seed(0)
+    model = gecko.Gecko(gecko.GeckoConfig.preset("tiny", chunk_size=16, **ARCHITECTURES[name]))
+    if name == "8 bits":
+        quantize(model, 8)
+    model.save(tmp_path)
+    texts = [prompt(n) for n in (1, 33, 60)]  # a call of the model, as one piece, has a window in float32
+    found = continued(start(model=str(tmp_path), skip_tokenizer_init=True), texts, greedy(40))
+    assert found == [expected(model, text, 40) for text in texts]
 
 
 IGNORED = {

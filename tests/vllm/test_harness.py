@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model
 from serving.sites import serving
 from support.harness_tasks import ANSWERS, CHOICES, ROWS, TEXTS, Evaluated, evaluate, write_tasks
 
@@ -45,14 +48,18 @@ def ways(model: gecko.Gecko, folder: Path, tmp_path_factory: pytest.TempPathFact
     """Return how to run a task in each way, as a user would; ``add_bos_token`` is an argument of all but the first."""
     tasks = write_tasks(tmp_path_factory.mktemp("tasks"))
     ours = HarnessModel(GeckoModel(model, ByteTokenizer(), "model"))
-    common = {"pretrained": str(folder), "dtype": "float32"}
     settings = {"enforce_eager": True, "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+
+    @cache
+    def made(kind: str, **more: Any) -> LM:
+        return get_model(kind)(pretrained=str(folder), dtype="float32", batch_size=3, **more)
+
     with serving(model, ByteTokenizer(), tmp_path_factory.mktemp("states")) as site:
         address = {"model": "small", "base_url": f"{site.url}/v1/completions", "tokenizer": str(folder)}
         yield {
             "gecko eval": lambda task, **_: evaluate(task, tasks, ours),
-            "hf": lambda task, **more: evaluate(task, tasks, "hf", {**common, "device": "cpu", **more}, 3),
-            "vllm": lambda task, **more: evaluate(task, tasks, "vllm", {**common, **settings, **more}, 3),
+            "hf": lambda task, **more: evaluate(task, tasks, made("hf", device="cpu", **more), batch=3),
+            "vllm": lambda task, **more: evaluate(task, tasks, made("vllm", **settings, **more), batch=3),
             "server": lambda task, **more: evaluate(task, tasks, "local-completions", {**address, **more}, 3),
         }
 

@@ -17,11 +17,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from gecko.cli.chat import Chat
 from gecko.cli.command import BROKEN_PIPE, FAILED, INTERRUPTED, Command, echo, function_of
 from gecko.cli.convert import Average, Consolidate, Convert, Distill, Export, Quantize
 from gecko.cli.describe import Diff, Doctor, Info, Show
 from gecko.cli.eval import Academic, Diagnose, Perplexity, Positions, Retrieval, Scrolls, Speed
-from gecko.cli.generate import Chat, Generate, Read, Serve
+from gecko.cli.generate import Generate, Read, Serve
 from gecko.cli.plan import PlanTraining
 from gecko.cli.train import Compare, Finetune, Report, Tokenize, Train
 from gecko.runtime.process import __version__

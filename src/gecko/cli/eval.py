@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from gecko.eval import GeckoModel, LlamaModel, Results
     from gecko.eval.results import Report
-    from gecko.eval.scored_model import Text
 
     Scored = GeckoModel | LlamaModel
     Measure = Callable[[Scored, Report], Results]
@@ -101,11 +100,6 @@ class TextEvaluation(ModelEvaluation):
     renewed_norms: bool = False
     """Also evaluate with norm statistics of the last 6 chunks, as Megalodon's evaluator does."""
 
-    def open_texts(self) -> list[Text]:
-        from gecko.eval.scored_model import open_texts
-
-        return open_texts(self.texts, joined=self.joined)
-
     def measured(self, measure: Measure, model: Scored, report: Report) -> Results:
         from gecko.eval import GeckoModel, LlamaModel
 
@@ -136,8 +130,10 @@ class Perplexity(TextEvaluation, SeededEvaluation):
 
     def prepare(self) -> Measure:
         from gecko.eval.perplexity import perplexity
+        from gecko.eval.scored_model import open_texts
 
-        texts, lengths = self.open_texts(), None if self.lengths is None else _sizes("--lengths", self.lengths)
+        texts = open_texts(self.texts, joined=self.joined)
+        lengths = None if self.lengths is None else _sizes("--lengths", self.lengths)
         return lambda model, report: perplexity(model, texts, lengths, seed=self.seed, report=report)
 
 
@@ -160,8 +156,9 @@ class Positions(TextEvaluation):
 
     def prepare(self) -> Measure:
         from gecko.eval.perplexity import PositionGrid, positions
+        from gecko.eval.scored_model import open_texts
 
-        (length,), texts = _sizes("--length", self.length, one=True), self.open_texts()
+        (length,), texts = _sizes("--length", self.length, one=True), open_texts(self.texts, joined=self.joined)
 
         def measure(model: Scored, report: Report) -> Results:
             chunk = model.chunk_size if self.chunk is None else self.chunk

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -198,8 +198,7 @@ class ShardFolder:
     @property
     def digest(self) -> str:
         """SHA-256 of the digests of all shards."""
-        digests = [digest for shard in self.shards for digest in shard.record.sha256]
-        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+        return joined_digest([digest for shard in self.shards for digest in shard.record.sha256])
 
     @property
     def documents(self) -> int:
@@ -220,13 +219,15 @@ class ShardFolder:
             )
 
     def verify(self, rank: int = 0, ranks: int = 1, *, stamped: bool = False) -> None:
-        """Read every byte of each ``ranks``-th shard from ``rank`` on; raise ValueError if one has changed.
-
-        With ``stamped``, read only files that changed since they were verified.
-        """
+        """Read every byte of each ``ranks``-th shard from ``rank`` on; raise ValueError if one has changed. With
+        ``stamped``, read only files that changed since they were verified."""
         with ThreadPoolExecutor(VERIFYING_THREADS) as pool:
             check = partial(Shard.check_digests, vocab_size=self.tokenizer.vocab_size, stamped=stamped)
             list(pool.map(check, self.shards[rank::ranks]))
+
+
+def joined_digest(digests: Sequence[str]) -> str:
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def is_shard_folder(source: str) -> bool:

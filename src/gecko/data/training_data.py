@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from gecko.data.loader import LaneRows, Loader, MixedLanes, OrderedRows, PackedRows, Row, Rows
 from gecko.data.packing import ROW_LAYOUT, CorpusShare, TokenizedCorpus, permutation
-from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder
+from gecko.data.shards import ShardFolder, SplitShards, is_shard_folder, joined_digest
 from gecko.data.sources import check_apart, check_disjoint, load_documents
 from gecko.data.tokenizers import Tokenizer
 
@@ -204,7 +203,7 @@ def open_training_data(
     rest = _split(corpora[validation], replace(request, validation_fraction=1, seed=VALIDATION_SEED))
     return replace(
         training, held_out_documents=rest.held_out_documents, held_out_tokens=rest.held_out_tokens,
-        held_out=rest.held_out_corpus, digest=_joined_digest([training.digest, rest.digest]),
+        held_out=rest.held_out_corpus, digest=joined_digest([training.digest, rest.digest]),
     )  # fmt: skip
 
 
@@ -221,7 +220,7 @@ def _open_training(
         rows = mixed = MixedRows(parts, weights, request.seed)
         name = ", ".join(f"{name} ({count}/{BLOCK})" for name, count in zip(names, mixed.counts, strict=True))
         held_out = partial(_mixed_held_out, splits, mixed.counts)
-        digest = _joined_digest([split.digest for split in splits])
+        digest = joined_digest([split.digest for split in splits])
     if request.lanes is not None:
         too_few = (
             f"with data.carry_state each source must have a lane, and batch_size gives {request.lanes} lanes, in "
@@ -258,7 +257,3 @@ def _split(corpus: Corpus, request: DataRequest) -> Split:
     if isinstance(corpus, ShardFolder):
         return SplitShards(corpus, request.validation_fraction, request.seed, request.layout)
     return SplitDocuments(corpus, request)
-
-
-def _joined_digest(digests: Sequence[str]) -> str:
-    return hashlib.sha256(" ".join(digests).encode()).hexdigest()

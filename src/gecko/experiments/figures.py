@@ -362,9 +362,7 @@ def compute_part(rows: Sequence[Row]) -> tuple[list[Picture], Table]:
     """
     found, lines = dict[Model, Points](), list[list[Cell]]()
     for family, of in families(rows, lambda key: key.startswith("model.") and key[6:] not in SIZES).items():
-        points = [
-            (mine[0].case["FLOPs"], statistics.fmean(row.value for row in mine)) for mine in by_model(of).values()
-        ]
+        points = [(one[0].case["FLOPs"], statistics.fmean(row.value for row in one)) for one in by_model(of).values()]
         kept = frontier(points)
         law, none = power_law(kept), f"no fit: it needs {LEAST} amounts of compute"
         ends = " to ".join(dict.fromkeys(f"{flops:.2e}" for flops, _ in (min(points), max(points))))

@@ -180,7 +180,6 @@ class DecodingBatch:
         return logits.index_put((slots, tokens), logits.new_tensor(-torch.inf))
 
     def _constrained(self, logits: Tensor) -> Tensor:
-        """Exclude the tokens that constraints do."""
         found = {slot: one.matcher.allowed for slot, one in enumerate(self.sequences) if one.matcher is not None}
         if not found:
             return logits

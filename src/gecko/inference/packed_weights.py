@@ -23,7 +23,6 @@ from gecko.ops.common import content
 from gecko.ops.decoding import GROUP, REGISTER, Record, Weights
 from gecko.ops.rotary import rotary_phases
 from gecko.ops.timestep_norm import TimestepNormState
-from gecko.ops.working_memory.rules import ChunkSummary
 from gecko.state import GeckoState
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -277,14 +276,10 @@ def _with_state(layer: Record, state: MixerState) -> Record:
         memory = state.memory
         found |= {
             "memory": memory.memory, "normaliser": memory.normaliser, "previous_resets": memory.previous_resets,
-            "previous": _summary(memory.previous), "current": _summary(memory.current),
+            "previous": memory.previous.tensors(), "current": memory.current.tensors(),
         }  # fmt: skip
     return found
 
 
 def _norm_state(state: TimestepNormState | None) -> dict[str, Tensor]:
-    return {} if state is None else {"count": state.count, "mean": state.mean, "variance": state.variance}
-
-
-def _summary(summary: ChunkSummary) -> dict[str, Tensor]:
-    return {"weight": summary.weight, "key_sum": summary.key_sum, "value_sum": summary.value_sum}
+    return {} if state is None else state.tensors()

@@ -135,7 +135,6 @@ class Engine:
         return events
 
     def _admit(self, events: list[Event]) -> None:
-        """Admit waiting requests while places are free."""
         while self._queue and self.active < self._rows:
             request_id = min(self._queue, key=self._turn)
             request, arrival = self._queue.pop(request_id)
@@ -197,7 +196,6 @@ class Engine:
                 self._add_sequence(request_id, request, result, events)
 
     def _add_sequence(self, request_id: int, request: Request, result: Prefill, events: list[Event]) -> None:
-        """Add the sequence of a request whose prompt is read."""
         position = result.state.position[0]
         if result.scores is not None:
             events.append(PromptRead(request_id, result.scores))

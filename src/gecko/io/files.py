@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -14,7 +13,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,10 +102,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raise OSError if the file cannot be read, ValueError if it is not JSON, or not an object: ``path must hold WHAT``.
-    """
+    """Return the object in a JSON file. Raise OSError if the file cannot be read, ValueError if it is not JSON, or not
+    an object: ``path must hold WHAT``."""
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} must hold {what} as JSON; {found_at(path)}. Name a file.")
     try:
@@ -251,14 +248,14 @@ def has_digest(path: Path, digest: str, *, stamped: bool, and_holds: Callable[[]
     """
     stamp, found = path.parent / _STAMPS / f"{path.name}.json", path.stat()
     wanted = {"sha256": digest, "size": found.st_size, "modified": found.st_mtime_ns, "changed": found.st_ctime_ns}
-    with contextlib.suppress(OSError, ValueError):  # without a stamp, or with a damaged one
+    with suppress(OSError, ValueError):  # without a stamp, or with a damaged one
         if stamped and parse_json(stamp.read_bytes()) == wanted:
             return True
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest or not and_holds():
             return False
     if time.time() - found.st_mtime_ns / 1e9 > _SETTLED_SECONDS:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             stamp.parent.mkdir(exist_ok=True)
             write_text(stamp, json.dumps(wanted) + "\n")
     return True

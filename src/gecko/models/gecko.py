@@ -117,7 +117,8 @@ class Gecko(nn.Module):
         on the start of the next one. With ``context``, the mean is over all ranks, and its gradient is the sum of the
         gradients of all ranks.
         """
-        return self._loss_and_state(tokens, targets, segment_ids, None, context, keeps_state=False)[0]
+        hidden, _, targets = self._read_with_targets(tokens, targets, segment_ids, None, context, keeps_state=False)
+        return self._mean_loss(hidden, targets, context)
 
     def loss_and_state(
         self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState,
@@ -125,23 +126,17 @@ class Gecko(nn.Module):
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Return ``loss`` of tokens that follow ``state``, and the state after them, which has gradients too. They do
         not reach the calls that returned ``state`` if its tensors are detached."""
-        return self._loss_and_state(tokens, targets, segment_ids, state, context)
+        hidden, after, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
+        return self._mean_loss(hidden, targets, context), after
 
     def loss_of_layout(self, tokens: Tensor, targets: Tensor, segments: Segments) -> Tensor:
         """Return ``loss`` of targets from ``trained_targets``, for a layout that keeps no state. The host reads nothing
         of a batch but what ``segments`` has built."""
         return self._mean_loss(self._through_blocks(self._embed(tokens), None, segments)[0], targets)
 
-    def _loss_and_state(
-        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None, state: GeckoState | None,
-        context: Context | None, keeps_state: bool = True,
-    ) -> tuple[Tensor, GeckoState]:  # fmt: skip
-        hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context, keeps_state)
-        loss = self._mean_loss(hidden, targets)
-        return loss if context is None else context.mean(loss, (targets != IGNORED).sum()), state
-
-    def _mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
+    def _mean_loss(self, hidden: Tensor, targets: Tensor, context: Context | None = None) -> Tensor:
+        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
+        return loss if context is None else context.mean(loss, (targets != IGNORED).sum())
 
     @torch.no_grad()
     def token_losses(

@@ -91,14 +91,13 @@ def check_affine(weight: Tensor | None, bias: Tensor | None, features: int) -> N
     if (weight is None) != (bias is None):
         given = "bias" if weight is None else "weight"
         raise ValueError(f"weight and bias must both be given, or neither; got a {given} only.")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_shape(name, tensor, (features,))
+    check_shape("weight", weight, (features,))
+    check_shape("bias", bias, (features,))
 
 
-def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``tensor`` has the expected shape."""
-    if tuple(tensor.shape) != expected:
+def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``tensor`` has the expected shape or is None."""
+    if tensor is not None and tuple(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}.")
 
 

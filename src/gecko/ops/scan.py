@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gecko.ops.common import padded
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
 
@@ -117,8 +117,7 @@ class ScanPlan:
         if self.slots is not None:
             flat = _Moved.apply(x.reshape(-1, features), self.slots, True)
         else:
-            empty = len(self.level_sizes) * self.chunk - self.length
-            flat = (F.pad(x, (0, 0, 0, empty)) if empty else x).reshape(-1, features)
+            flat = padded(x, 0, len(self.level_sizes) * self.chunk - self.length).reshape(-1, features)
         return _Transposed.apply(flat).view(features, -1, self.chunk)
 
     def unfold(self, y: Tensor) -> Tensor:
@@ -213,9 +212,6 @@ class ChunkStates(torch.autograd.Function):
         return grad_updates, grad_decay, totals[0].clone(), None
 
 
-chunk_states = ChunkStates.apply
-
-
 def decayed_sum(x: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Tensor:
     """Compute s_t = decay · s_{t-1} + x_t per feature, starting from ``initial`` or, at document starts, from zero.
 
@@ -231,5 +227,5 @@ def decayed_sum(x: Tensor, decay: Tensor, initial: Tensor, plan: ScanPlan) -> Te
     folded = plan.fold(x)
     within = torch.bmm(folded, kernel)
     start = plan.initial(initial).t().unsqueeze(-1)
-    carried = chunk_states(within[:, :, -1:], powers[:, -1:], start, plan)
+    carried = ChunkStates.apply(within[:, :, -1:], powers[:, -1:], start, plan)
     return plan.unfold(torch.baddbmm(within, carried, powers[:, None, 1:]))

@@ -11,8 +11,6 @@ bytes are equal. Rows differ by their documents alone, so one more row changes t
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +35,7 @@ from gecko.parallel.mesh import MeshSizes, Ranks
 from gecko.parallel.sharding import empty_sharded_model, whole
 from gecko.plan.device import DEVICE, Agreement, Call, FakeGPU, MemoryLedger, Peak, Trace, check_traces
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
+from gecko.runtime.tensors import memory_gib
 from gecko.train import Run, ScheduleSettings
 from gecko.train.model import compile_block, configured
 from gecko.train.optimizer import build_optimizer
@@ -198,15 +197,8 @@ PARTS = 2
 """Accumulated parts that are run of more."""
 
 
-def check_kernels() -> None:
-    """Raise ImportError if Triton is missing; without it operators choose what they do not choose on a GPU."""
-    if not triton_kernels_installed():
-        raise ImportError("a dry run takes the operators of a GPU, which need Triton: pip install 'gecko-lm[kernels]'")
-
-
 def step_peak(run: Run, sizes: MeshSizes, rank: int) -> Peak:
     """Return the peak of ``dry_step(run, sizes, rank)`` from steps of at most four blocks and rows."""
-    check_kernels()
     run = replace(run, schedule=ScheduleSettings())  # batches of its final size
     if (parts := run.gradient_accumulation_steps) > PARTS and not run.data.carry_state:
         # What the second part finds, every later one does.
@@ -315,16 +307,18 @@ def representatives(sizes: MeshSizes) -> tuple[int, ...]:
 def verify(run: Run, sizes: MeshSizes, memory: Mapping[str, int]) -> Verification:
     """Run one step of ``run`` for the ``representatives`` of its mesh, and compare with the planned ``memory`` by kind.
 
-    Raise ValueError if the ranks' collectives or messages do not fit together.
+    Raise ValueError if the ranks' collectives or messages do not fit together, and ImportError without Triton: then
+    operators choose what they do not choose on a GPU.
     """
-    check_kernels()
+    if not triton_kernels_installed():
+        raise ImportError("a dry run takes the operators of a GPU, which need Triton: pip install 'gecko-lm[kernels]'")
     begin = time.perf_counter()
     steps = {rank: dry_step(run, sizes, rank) for rank in representatives(sizes)}
     agreement = check_traces({rank: trace for rank, (_, trace) in steps.items()})
     peak = max((ledger.peak() for ledger, _ in steps.values()), key=lambda peak: peak.total)
     depths = {min(2, run.model.num_layers), run.model.num_layers} if run.compile else set()
     graphs = {depth: graph_count(run, depth) for depth in sorted(depths)}
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    host = round(memory_gib(torch.device("cpu")) * 2**30)
     planned = sum(size for part, size in memory.items() if part != "reserve")
     return Verification(planned, tuple(steps), peak, agreement, graphs, time.perf_counter() - begin, host)
 

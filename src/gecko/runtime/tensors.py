@@ -18,9 +18,8 @@ class TensorRecord:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with ``function`` applied to every tensor."""
-        changes = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            changes[field.name] = map_tensors(getattr(self, field.name), function)
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        changes = {name: map_tensors(getattr(self, name), function) for name in names}
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def where(self, condition: Tensor, other: Self) -> Self:

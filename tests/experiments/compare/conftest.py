@@ -20,7 +20,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
         data=DataSettings(source=str(texts / "train"), validation=str(texts / "rest")),
         optimizer=OptimizerSettings(learning_rate=1e-2), threads=1,
         evaluation=EvaluationSettings(every=3, rows=4, final_rows=32),
-        checkpoint=CheckpointSettings(every=3, keep=2), sample=SampleSettings(prompt="red ", tokens=1),
+        checkpoint=CheckpointSettings(every=8, keep=2), sample=SampleSettings(prompt="red ", tokens=1),
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +300,7 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 def test_killed_and_called_again_is_uninterrupted(here: Any, recipes: list[str], tmp_path: Path) -> None:
     """First Ctrl-C, then the end of a worker's parent, which closes its standard input: it saves and ends."""
-    changes, out = ["steps=80", "evaluation.every=20"], tmp_path / "parts"
+    changes, out = ["steps=80", "evaluation.every=20", "checkpoint.every=3"], tmp_path / "parts"
     first, steps = out / "whole" / "seed-0", 0
 
     def trained() -> int:
@@ -324,7 +323,7 @@ def test_killed_and_called_again_is_uninterrupted(here: Any, recipes: list[str],
         assert steps < 80 and saved is not None and saved.name == f"step-{steps:08d}"
     call(ComparisonPlan.of(recipes, changes, out))
     assert here.started == MAIN[:2]
-    alone = replace(Run.load(first / "planned.json"), output=str(tmp_path / "alone"))
+    alone = Run.load(first / "planned.json").with_settings(f"output={tmp_path / 'alone'}", "checkpoint.every=80")
     train(alone)
     parts, whole = ((folder / "results.json").read_text() for folder in (first, alone.folder))
     assert parts == whole

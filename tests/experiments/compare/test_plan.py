@@ -39,9 +39,8 @@ def test_runs_differ_in_nothing_but_what_is_compared(recipes: list[str], tmp_pat
     assert {name for name in fields[0] if len({str(found[name]) for found in fields}) > 1} == {
         "model.memory", "output", "optimizer.learning_rate", "seed", "overrides",
     }  # fmt: skip
-    assert {one.run.output for one in runs} == {
-        f"{tmp_path}/out/{name}/seed-{s}" for name in plan.recipes for s in (1, 3)
-    }
+    outputs = {f"{tmp_path}/out/{name}/seed-{seed}" for name in plan.recipes for seed in (1, 3)}
+    assert {one.run.output for one in runs} == outputs
     assert [(one.run.steps, one.run.seed, one.run.optimizer.learning_rate) for one in runs[1:3]] == [
         (5, 3, 5e-3), (5, 1, 1e-2),
     ]  # fmt: skip

@@ -1,23 +1,30 @@
-"""Means, intervals and choices equal the same numbers computed by hand."""
+"""Means, intervals and choices equal the same numbers computed by hand; the display and the end of a run."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import runpy
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from scipy import stats
 
+import gecko.experiments.compare.runs
 from gecko.experiments.compare import ComparisonPlan, Tuning
 from gecko.experiments.compare.plan import RESULTS, Planned
 from gecko.experiments.compare.results import RunResult, summarise
-from gecko.experiments.compare.runs import edge_notes, machine_notes, trial_of, tuned_rates
+from gecko.experiments.compare.runs import Pool, Progress, edge_notes, machine_notes, progress_of, trial_of, tuned_rates
 from gecko.train import Run
 from gecko.train.evaluate import Evaluation
 from gecko.train.metrics import MetricsWriter, record_session
@@ -151,3 +158,50 @@ def test_runs_of_other_machines_are_named(base: Run, tmp_path: Path) -> None:
             record_session(one.run.folder, session or None, 7, machine, "")
     assert machine_notes(planned, here) == ["a seed-2: trained on C, 9 GiB"]
     assert machine_notes(planned, card) == [f"a seed-{seed}: trained on A" for seed in range(3)]
+
+
+def test_progress_is_read_from_the_end_of_the_metrics(base: Run, tmp_path: Path) -> None:
+    run = replace(base, output=str(tmp_path))
+    assert progress_of(run) == Progress()
+    with MetricsWriter(tmp_path, None) as metrics:
+        metrics.write("validation", 0, {"nats_per_byte": 5.0})
+        assert progress_of(run) == Progress(held_out=5.0)
+        for step in range(1, 2001):
+            metrics.write("train", step, {"loss": 1.0 / step, "tokens_per_second": float(step), "note": "x" * 40})
+        metrics.write("validation", 2000, {"nats_per_byte": 4.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 2001}\n{"kind": "validation"}\n[1]\n{"kind": "train", "st')
+    assert (tmp_path / "metrics.jsonl").stat().st_size > 1 << 17
+    assert progress_of(run) == Progress(2000, 1 / 2000, 4.0, 1990.5)
+
+
+def test_the_live_table(recipes: list[str], tmp_path: Path) -> None:
+    plan = ComparisonPlan.of(recipes, ["steps=100"], tmp_path / "out")
+    runs, states = plan.main_runs({"whole": 1e-2, "bare": 1e-2}), {}
+    pool = Pool(runs, 1, states)
+    with MetricsWriter(runs[0].run.folder, None) as metrics:
+        for step in range(1, 21):
+            metrics.write("train", step, {"loss": 2.5, "tokens_per_second": 48.0})
+    states["whole seed-0"] = "training"
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(pool.table("training"))
+    shown = console.export_text()
+    assert "0 of 2 finished, about 0:03:00 left" in shown  # 80 + 100 steps of one second each
+    lines = {name: next(line for line in shown.splitlines() if line.strip().startswith(name)) for name in plan.recipes}
+    assert all(part in lines["whole"] for part in ("seed-0", "20/100", "2.5000", "48", "0:01:20"))
+    assert all(part in lines["bare"] for part in ("waiting", "0/100"))
+
+
+def test_a_run_that_cannot_start_ends_with_its_message(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The worker's module runs as a script, in this process, whose standard input is not watched."""
+    planned = tmp_path / "planned.json"
+    replace(base, output=str(tmp_path / "run"), data=replace(base.data, source=str(tmp_path / "nowhere"))).save(planned)
+    monkeypatch.setattr(sys, "argv", ["runs.py", str(planned)])
+    monkeypatch.setattr(threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(gecko.experiments.compare.runs.__file__, run_name="__main__")
+    printed = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert "error: a source of documents must be" in printed and "Traceback" not in printed

@@ -153,9 +153,8 @@ def test_shares_over_seeds_stay_within_0_and_100_percent(file: Any, name: str, s
 
 def test_needles_in_other_texts_are_drawn_apart(file: Any) -> None:
     names = ("emma.txt", "x/emma.txt", "walden.txt")
-    inputs = Inputs(
-        evaluations=[changed(file("passkey.json"), "a", task="niah_single_2", texts=[name]) for name in names]
-    )
+    of, task = file("passkey.json"), "niah_single_2"
+    inputs = Inputs(evaluations=[changed(of, "a", task=task, texts=[name]) for name in names])
     found = sections(inputs)["Retrieval: needle in texts"]
     assert [table.title for table in found.tables[:2]] == [
         "Needle in texts (niah_single_2), in emma.txt", "Needle in texts (niah_single_2), in walden.txt",

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,7 +17,7 @@ import torch
 import triton
 from kernels.compiling import compiled
 from kernels.recording import decode, model_on_nothing, recorded, train
-from kernels.sass import Code
+from kernels.sass import Code, printed
 from support import cases
 
 from gecko import GeckoConfig
@@ -151,11 +149,7 @@ def _in_order(kernel: Any, load: Line, store: Line) -> None:
 @cache
 def instructions(cubin: bytes) -> list[tuple[str, Line]]:
     """Return kind and line of the source of each instruction of a kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = printed(triton.knobs.nvidia.nvdisasm.path, "-g", "-c", cubin=cubin)
     found, line = [], ("", 0)
     for file_name, number, kind in re.findall(
         r'## File ".*?([\w.]+)", line (\d+)|\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)', text

@@ -44,21 +44,24 @@ def codes() -> dict[str, list[Code]]:
 
 
 def test_products_use_tensor_cores(codes):
-    units = {name: {unit for unit in ("HGMMA", "HMMA") if all(unit in code.kinds() for code in of)}
-             for name, of in codes.items()}  # fmt: skip
-    assert {name: next(iter(found)) for name, found in units.items() if found} == PRODUCTS
+    found = {
+        name: unit for name, of in codes.items() for unit in ("HGMMA", "HMMA")
+        if all(code.has(lambda x, unit=unit: x.kind == unit) for code in of)
+    }  # fmt: skip
+    assert found == PRODUCTS
 
 
 def test_activations_move_128_bits_at_a_time(codes):
     wide = {
         name for name, of in codes.items()
-        if all(code.count(lambda x: x.kind in ("LDG", "LDGSTS") and "128" in x.name) for code in of)
+        if all(code.has(lambda x: x.kind in ("LDG", "LDGSTS") and "128" in x.name) for code in of)
     }  # fmt: skip
     assert codes.keys() - wide == NARROW & codes.keys()
-    halves = {name for name, of in codes.items() if any(code.count(lambda x: "U16" in x.name) for code in of)}
-    assert halves == TRANSPOSED & codes.keys()
-    for name in halves:  # in shared memory only
-        assert not any(code.count(lambda x: "U16" in x.name and x.kind not in ("LDS", "STS")) for code in codes[name])
+    halves = {
+        (name, x.kind) for name, of in codes.items() for code in of for x in code.instructions if "U16" in x.name
+    }  # fmt: skip
+    assert {name for name, _ in halves} == TRANSPOSED & codes.keys()
+    assert {kind for _, kind in halves} <= {"LDS", "STS"}, "in shared memory only"
 
 
 LISTING = """

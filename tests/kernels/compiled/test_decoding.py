@@ -156,24 +156,20 @@ def test_the_host_reads_the_tokens_once_and_copies_nothing(launched: list[Launch
             assert host.asked == {"read": 1}
 
 
-def test_each_number_of_rows_is_captured_once(launched: list[Launch]) -> None:
-    network, state = network_of(cases.SMALL, torch.float32)
-    for rows in (1, 2, 1, 3, 2, 1):
-        network.step([1] * rows)
-        state.clock.position[:rows] += 1
-    assert len(Graph.captured) == 3
-
-
-def test_no_more_than_so_many_graphs_are_kept(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gecko.ops.decoding.triton.GRAPHS", 2)
+@pytest.mark.parametrize("kept", [64, 2])
+def test_each_number_of_rows_is_captured_once(
+    kept: int, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than so many graphs are kept; other steps are launched one by one."""
+    monkeypatch.setattr("gecko.ops.decoding.triton.GRAPHS", kept)
     network, state = network_of(cases.SMALL, torch.float32)
     steps = []
-    for rows in (1, 2, 3, 3):
+    for rows in (1, 2, 1, 3, 2, 1, 3):
         launched.clear()
         network.step([1] * rows)
         state.clock.position[:rows] += 1
         steps.append(list(launched))
-    assert len(Graph.captured) == 2 and steps[3] == steps[2] != []
+    assert len(Graph.captured) == min(kept, 3) and steps[6] == steps[3] != []
 
 
 def test_tokens_of_the_host_and_a_moved_clock_are_copied(launched: list[Launch]) -> None:

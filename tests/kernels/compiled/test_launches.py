@@ -65,10 +65,14 @@ def _check(calls: list[Callable[[], None]], capabilities: tuple[int, ...]) -> No
             check(configuration, capability, registers=_budget(configuration), spilled=8)
 
 
+def _one_layer(preset: str) -> GeckoConfig:
+    return replace(GeckoConfig.preset(preset), num_layers=1, vocab_size=264)
+
+
 @pytest.mark.parametrize("how", [train, read])
 @pytest.mark.parametrize(("preset", "dtype", "precision", "capabilities"), PRESETS)
 def test_launches_of_presets_fit(preset, dtype, precision, capabilities, how):
-    config = replace(GeckoConfig.preset(preset), num_layers=1, vocab_size=264)
+    config = _one_layer(preset)
     model, length = model_on_nothing(config, dtype), 2 * config.chunk_size + 14
     _check([lambda docs=docs: how(model, length, precision, documents=docs) for docs in (False, True)], capabilities)
 
@@ -103,54 +107,37 @@ def test_launches_of_the_norms_of_wide_models_fit(dtype):
         check(configuration, 86, registers=128, spilled=16)
 
 
+def _llama(width: int, heads: int, key_heads: int, ffn: int, **changes: object) -> GeckoConfig:
+    given = {
+        **cases.LLAMA, "vocab_size": 264, "num_layers": 1, "chunk_size": 1024, "sinks": 1, "query_key_bias": False,
+        "bfloat16_window": True, "model_dim": width, "key_dim": width, "value_dim": width, "num_heads": heads,
+        "key_value_heads": key_heads, "ffn_dim": ffn,
+    }  # fmt: skip
+    return GeckoConfig(**{**given, **changes})
+
+
+LLAMAS = {
+    "SmolLM2": _llama(576, 9, 3, 1536),
+    "Qwen3": _llama(1024, 16, 8, 3072, key_dim=2048, value_dim=2048, query_key_norm=True),
+    "Llama 3": _llama(4096, 32, 8, 14_336),
+    "Qwen2.5": _llama(3584, 28, 4, 18_944),
+    "student": _llama(576, 9, 3, 1536, memory="adaptive", memory_gate_channels=1, sinks=64),
+}
 DECODED = [
     ("gecko-7b", BF16, 1, CAPABILITIES), ("gecko-7b", BF16, 32, (86, 90)), ("gecko-1b", F32, 1, (90,)),
     ("gecko-125m", F32, 65, (90,)), ("megalodon-7b", BF16, 4, (90,)),
+    *((name, BF16, rows, places) for name in LLAMAS for rows, places in ((1, CAPABILITIES), (65, (86, 90)))),
+    ("SmolLM2", F32, 4, (90,)), ("student", F32, 4, (90,)),
+    *((name, F32, 2, (90,))
+      for name in ("no-memory", "cumulative", "window", "llama-window", "shared-keys", "separate")),
 ]  # fmt: skip
-"""Preset, dtype of weights, rows, and capabilities."""
+"""Preset, Llama or variant, dtype of weights, rows, and capabilities."""
 
 
-@pytest.mark.parametrize(("preset", "dtype", "rows", "capabilities"), DECODED)
-def test_launches_of_a_decoded_token_fit(preset, dtype, rows, capabilities):
-    config = replace(GeckoConfig.preset(preset), num_layers=1, vocab_size=264)
+@pytest.mark.parametrize(("name", "dtype", "rows", "capabilities"), DECODED)
+def test_launches_of_a_decoded_token_fit(name, dtype, rows, capabilities):
+    if name in cases.VARIANTS:
+        config = replace(cases.SMALL, **cases.VARIANTS[name], num_layers=1)
+    else:
+        config = LLAMAS[name] if name in LLAMAS else _one_layer(name)
     _check([lambda: decode(model_on_nothing(config, dtype), rows)], capabilities)
-
-
-LLAMA = {
-    **cases.LLAMA, "vocab_size": 264, "num_layers": 1, "chunk_size": 1024, "sinks": 1, "query_key_bias": False,
-    "bfloat16_window": True,
-}  # fmt: skip
-LLAMAS = {
-    "SmolLM2": GeckoConfig(
-        model_dim=576, key_dim=576, value_dim=576, num_heads=9, key_value_heads=3, ffn_dim=1536, **LLAMA
-    ),
-    "Qwen3": GeckoConfig(
-        model_dim=1024, key_dim=2048, value_dim=2048, num_heads=16, key_value_heads=8, ffn_dim=3072,
-        query_key_norm=True, **LLAMA,
-    ),
-    "Llama 3": GeckoConfig(
-        model_dim=4096, key_dim=4096, value_dim=4096, num_heads=32, key_value_heads=8, ffn_dim=14_336, **LLAMA
-    ),
-    "Qwen2.5": GeckoConfig(
-        model_dim=3584, key_dim=3584, value_dim=3584, num_heads=28, key_value_heads=4, ffn_dim=18_944, **LLAMA
-    ),
-    "student": GeckoConfig(
-        model_dim=576, key_dim=576, value_dim=576, num_heads=9, key_value_heads=3, ffn_dim=1536,
-        **{**LLAMA, "memory": "adaptive", "memory_gate_channels": 1, "sinks": 64},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "rows"),
-    [*((name, BF16, rows) for name in LLAMAS for rows in (1, 65)), ("SmolLM2", F32, 4), ("student", F32, 4)],
-)
-def test_launches_of_a_token_of_a_llama_fit(name, dtype, rows):
-    capabilities = {(BF16, 1): CAPABILITIES, (BF16, 65): (86, 90)}.get((dtype, rows), (90,))
-    _check([lambda: decode(model_on_nothing(LLAMAS[name], dtype), rows)], capabilities)
-
-
-@pytest.mark.parametrize("variant", ["no-memory", "cumulative", "window", "llama-window", "shared-keys", "separate"])
-def test_launches_of_decoded_variants_fit(variant):
-    config = replace(cases.SMALL, **cases.VARIANTS[variant], num_layers=1)
-    _check([lambda: decode(model_on_nothing(config), 2)], (90,))

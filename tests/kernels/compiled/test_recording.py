@@ -44,22 +44,17 @@ def recorded(config: GeckoConfig, precision: str, call: Call, dtype: torch.dtype
     return found
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Return a function that returns the launches on a device that computes nothing, which ``gecko plan`` uses. Its
-    tensors are on a GPU, and those of the host are not."""
-    monkeypatch.setattr(Gecko, "fingerprint", lambda _: "")  # of numbers, which there are not
-
-    def launched(config: GeckoConfig, precision: str, call: Call) -> list[Any]:
-        found: list[Any] = []
-        with FakeGPU().running(), patch.object(Launch, "run", lambda launch: found.append(described(launch))):
-            model = meta_model(config).to_empty(device=DEVICE)
-            model.tie()
-            use_float8(model, precision)
+def on_a_card(config: GeckoConfig, precision: str, call: Call) -> list[Any]:
+    """Return the launches on a device that computes nothing, which ``gecko plan`` uses. Its tensors are on a GPU, and
+    those of the host are not."""
+    found: list[Any] = []
+    with FakeGPU().running(), patch.object(Launch, "run", lambda launch: found.append(described(launch))):
+        model = meta_model(config).to_empty(device=DEVICE)
+        model.tie()
+        use_float8(model, precision)
+        with patch.object(Gecko, "fingerprint", lambda _: ""):  # of numbers, which there are not
             call(model)
-        return found
-
-    return launched
+    return found
 
 
 LENGTH = 3 * cases.CHUNK + 5
@@ -77,8 +72,8 @@ CASES = [(name, call) for call in CALLS for name in (CONFIGS if call == "documen
 
 
 @pytest.mark.parametrize(("name", "call"), CASES)
-def test_recorded_launches_are_those_of_a_card(name, call, card):
-    assert card(CONFIGS[name], *CALLS[call]) == recorded(CONFIGS[name], *CALLS[call])
+def test_recorded_launches_are_those_of_a_card(name, call):
+    assert on_a_card(CONFIGS[name], *CALLS[call]) == recorded(CONFIGS[name], *CALLS[call])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

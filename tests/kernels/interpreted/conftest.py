@@ -17,6 +17,14 @@ def _poisoned(poisoned: None) -> None:
     pass
 
 
+@pytest.fixture
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make operators choose their kernels, as for tensors on a GPU; float64 takes the eager forms."""
+    from kernels.recording import take_kernels
+
+    take_kernels(monkeypatch)
+
+
 def _scan(self: Any, inputs: Any) -> list[Any]:
     """Combine whole slices along the axis. The interpreter's own scan combines single numbers, in the same order."""
     steps = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
@@ -129,3 +137,12 @@ def interpret_as_the_card_does(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpreterBuilder, "create_dot", _dot)
     patch.setattr(InterpreterBuilder, "create_fp_trunc", _narrowed)
     patch.setattr(InterpreterBuilder, "create_inline_asm", _inline_assembly)
+
+
+def read_interpreted(variant: str, text: Any, checkpointing: str, layers: int) -> dict[str, Any]:
+    """Read a text in a process of a context group, with interpreted kernels; see ``test_context.py``."""
+    from support.context_cases import read_on_kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        interpret_as_the_card_does(patch)
+        return read_on_kernels(variant, text, checkpointing, "triton", layers)

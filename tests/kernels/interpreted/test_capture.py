@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from kernels.recording import take_kernels
-from support.cases import VARIANTS
+from kernels.agreement import small_model
 from torch import Tensor
 
-from gecko import Gecko, GeckoConfig
+from gecko import Gecko
 from gecko.data import Batch
 from gecko.models import Llama, LlamaConfig
 from gecko.ops.cema import varlen_tiles
@@ -28,10 +26,6 @@ from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings
 from gecko.train.step import Step, compute_gradients, split_batch
 
-SMALL = GeckoConfig(
-    vocab_size=32, num_layers=1, model_dim=16, key_dim=16, value_dim=32, num_heads=1, ffn_dim=16, chunk_size=8,
-    cema_modes=2, timestep_groups=2,
-)  # fmt: skip
 LENGTH = 32
 ATTENTION = "llama-without-sinks"
 """A variant that takes little time here."""
@@ -69,8 +63,7 @@ class Repeated:
 
 
 @pytest.fixture(autouse=True)
-def _on_kernels(monkeypatch):
-    take_kernels(monkeypatch)
+def _repeated(on_kernels, monkeypatch):
     monkeypatch.setattr(capture, "Recorder", Repeated)
 
 
@@ -82,27 +75,34 @@ def _batch(number: int, starts: list[list[int]] | None, length: int = LENGTH) ->
     )
 
 
-def _model(variant: str = "gecko", **changes: object) -> Gecko:
-    torch.manual_seed(0)
-    return Gecko(replace(SMALL, **VARIANTS[variant], **changes))
-
-
 def _captured(model: Gecko | Llama, precision: str = "float32") -> CapturedGradients:
     Repeated.model = model
     return CapturedGradients(model, precision)
 
 
+class Pair:
+    """A model that is captured, and an equal one that is not."""
+
+    def __init__(self, model: Gecko | Llama, precision: str = "float32") -> None:
+        self.model, self.eager, self.precision = model, copy.deepcopy(model), precision
+        self.captured = _captured(model, precision)
+
+    def compare(self, batch: Batch, parts: int = 1) -> None:
+        """Assert that loss and gradients of a batch are equal."""
+        given = split_batch(batch, parts, CPU)
+        self.eager.zero_grad()
+        assert torch.equal(self.captured(given), compute_gradients(self.eager, given, self.precision))
+        for (name, mine), wanted in zip(self.model.named_parameters(), self.eager.parameters(), strict=True):
+            assert torch.equal(mine.grad, wanted.grad), name
+
+
 def _compare(model: Gecko | Llama, batches: list[Batch], precision: str = "float32", parts: int = 1) -> None:
     """Compare loss and gradients of each batch; the weights change between them."""
-    eager, captured = copy.deepcopy(model), _captured(model, precision)
+    pair = Pair(model, precision)
     for batch in batches:
-        given = split_batch(batch, parts, CPU)
-        eager.zero_grad()
-        assert torch.equal(captured(given), compute_gradients(eager, given, precision))
-        for (name, mine), wanted in zip(model.named_parameters(), eager.parameters(), strict=True):
-            assert torch.equal(mine.grad, wanted.grad), name
-            for x in (mine, wanted):
-                x.data.add_(x.grad, alpha=-0.1)
+        pair.compare(batch, parts)
+        for x in (*pair.model.parameters(), *pair.eager.parameters()):
+            x.data.add_(x.grad, alpha=-0.1)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def _compare(model: Gecko | Llama, batches: list[Batch], precision: str = "float
     [("gecko", "bfloat16", "none"), ("gecko", "float32", "selective"), ("window-linear", "float32", "full")],
 )
 def test_other_documents(variant, precision, checkpointing):
-    model = _model(variant)
+    model = small_model(variant)
     model.activation_checkpointing = checkpointing
     _compare(model, [_batch(i, starts) for i, starts in enumerate(STARTS)], precision)
     assert Repeated.graphs == 1
@@ -119,7 +119,7 @@ def test_other_documents(variant, precision, checkpointing):
 def test_other_shapes_and_parts():
     """Batches with documents and without take turns with shorter ones; each has two parts, of a row each."""
     kinds = (STARTS[0], LENGTH), (None, LENGTH), ([[3], [9]], 16), (STARTS[2], LENGTH)
-    _compare(_model(), [_batch(i, *kind) for i, kind in enumerate(kinds)], parts=2)
+    _compare(small_model("gecko"), [_batch(i, *kind) for i, kind in enumerate(kinds)], parts=2)
     assert Repeated.graphs == 3
 
 
@@ -128,18 +128,18 @@ def test_layouts_of_other_sizes_have_their_own_graphs(monkeypatch):
     monkeypatch.setattr(varlen_tiles, "_capacity", lambda tiles, *_: tiles)
     many = _batch(7, None)
     many = Batch(many.tokens, many.targets, torch.arange(LENGTH).expand(2, -1).contiguous())
-    _compare(_model(), [_batch(0, STARTS[0]), many, _batch(1, STARTS[1]), many, _batch(2, STARTS[2])])
+    _compare(small_model("no-memory"), [_batch(0, STARTS[0]), many, _batch(1, STARTS[1]), many, _batch(2, STARTS[2])])
     assert Repeated.graphs == 2
 
 
 def test_only_so_many_graphs_are_kept(monkeypatch):
     monkeypatch.setattr(capture, "MOST_GRAPHS", 1)
-    _compare(_model(ATTENTION), [_batch(i, kind) for i, kind in enumerate((STARTS[0], None, STARTS[1], STARTS[2]))])
+    _compare(small_model(ATTENTION), [_batch(i, kind) for i, kind in enumerate((STARTS[0], None, *STARTS[1:]))])
     assert Repeated.graphs == 1
 
 
 def test_parameters_that_moved_are_not_read_where_they_were():
-    model = _model(ATTENTION)
+    model = small_model(ATTENTION)
     captured, given = _captured(model), split_batch(_batch(0, STARTS[0]), 1, CPU)
     for _ in range(2):
         captured(given)
@@ -153,8 +153,7 @@ def test_parameters_that_moved_are_not_read_where_they_were():
 
 def test_with_too_little_memory_for_several_graphs_there_is_one(monkeypatch):
     """The step of the second shape finds no memory beside the first graph, and is made again without it."""
-    model = _model(ATTENTION)
-    eager, captured = copy.deepcopy(model), _captured(model)
+    pair = Pair(small_model(ATTENTION))
     compute, dropped = CapturedGradients._compute, 0
 
     def compute_if_alone(self: CapturedGradients, given: tuple[Tensor, Tensor, Tensor], segments: Segments) -> Tensor:
@@ -168,15 +167,12 @@ def test_with_too_little_memory_for_several_graphs_there_is_one(monkeypatch):
 
     monkeypatch.setattr(CapturedGradients, "_compute", compute_if_alone)
     for number, length in enumerate((LENGTH, LENGTH, LENGTH, 16, 16, 16, LENGTH)):
-        given = split_batch(_batch(number, [[3], [9]], length), 1, CPU)
-        eager.zero_grad()
-        assert torch.equal(captured(given), compute_gradients(eager, given, "float32"))
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+        pair.compare(_batch(number, [[3], [9]], length))
     assert dropped == 1
 
 
 def test_a_parameter_that_is_frozen_loses_its_gradient():
-    model = _model(ATTENTION)
+    model = small_model(ATTENTION)
     captured, given = _captured(model), split_batch(_batch(0, STARTS[0]), 1, CPU)
     for frozen in (False, False, True, True):
         model.embedding.weight.requires_grad_(not frozen)
@@ -187,24 +183,20 @@ def test_a_parameter_that_is_frozen_loses_its_gradient():
 
 def test_gradients_are_those_of_the_graph_whatever_others_left_there():
     """An evaluation that looks for values that are not finite puts None in their place, others their own tensors."""
-    model = _model(ATTENTION)
-    captured, eager = _captured(model), copy.deepcopy(model)
+    pair = Pair(small_model(ATTENTION))
     for number in range(4):
-        given = split_batch(_batch(number, STARTS[number % 3]), 1, CPU)
-        captured(given)
-        eager.zero_grad()
-        compute_gradients(eager, given, "float32")
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
-        model.zero_grad(set_to_none=True)
+        pair.compare(_batch(number, STARTS[number % 3]))
+        pair.model.zero_grad(set_to_none=True)
         if number == 2:
-            next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+            first = next(pair.model.parameters())
+            first.grad = torch.ones_like(first)
 
 
 def test_steps_of_the_optimizer():
     """Losses, norms, verdicts and weights are those of eager steps."""
     results = []
     for captures in (False, True):
-        model = _model(ATTENTION)
+        model = small_model(ATTENTION)
         captured = _captured(model) if captures else None
         step = Step(model, build_optimizer(model, OptimizerSettings()), 1.0, "float32", captured=captured)
         for number in range(5):
@@ -226,7 +218,7 @@ def test_a_buffer_that_is_not_filled_is_noticed(lost, monkeypatch):
 
     monkeypatch.setattr(torch, "_foreach_copy_", copy_some)
     with pytest.raises(AssertionError):
-        _compare(_model(ATTENTION), [_batch(i, starts) for i, starts in enumerate(STARTS)])
+        _compare(small_model(ATTENTION), [_batch(i, starts) for i, starts in enumerate(STARTS)])
 
 
 def test_a_llama_without_documents():
@@ -241,7 +233,7 @@ def test_a_llama_without_documents():
 def test_a_step_whose_host_reads_documents_is_refused(changes, length):
     """CEMA's tokens before the first unit are computed from the documents, and so are sinks."""
     with pytest.raises(RuntimeError, match="capture=false"):
-        _compare(_model(**changes), [_batch(i, starts, length) for i, starts in enumerate(STARTS)])
+        _compare(small_model("gecko", **changes), [_batch(i, starts, length) for i, starts in enumerate(STARTS)])
 
 
 def test_documents_that_are_not_built_cannot_be_read():

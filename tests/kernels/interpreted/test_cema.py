@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
-from kernels.agreement import is_well_registered, normal
-from kernels.recording import take_kernels
+from kernels.agreement import TOLERANCE, in_float32, is_well_registered, laws_over, normal
 from support import cases, laws
+from support.cases import Case
 
 from gecko.ops.cema import CEMACoefficients, cema, cema_reference, triton, triton_coefficients, varlen_tiles
 from gecko.ops.cema.varlen_tiles import VarlenTilePlan
@@ -18,46 +17,24 @@ from gecko.segments import Segments
 CEMA = cases.CEMA
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _kernels_run() -> Iterator[None]:
-    """Make operators choose their kernels for CPU tensors."""
-    with pytest.MonkeyPatch.context() as patch:
-        take_kernels(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("on_kernels")
 
-
-SINGLE = [
-    dataclasses.replace(case, dtype=torch.float32)
-    for case in (
-        cases.Case(63), cases.Case(127, "packed"), cases.Case(63, "singles"), cases.Case(50, "edges"),
-        cases.Case(30, "first", (17, 17)), cases.Case(40, "packed", (23, 16)), cases.Case(40, "last", (13,)),
-        cases.Case(50, "packed", (0, 3, 19, 16), batch=4),
-    )
-]  # fmt: skip
-SHORT = [
-    dataclasses.replace(case, dtype=torch.float32)
-    for case in (
-        cases.Case(9, "packed"), cases.Case(2, "one", (5, 22)), cases.Case(12, "first", (17, 17)),
-        cases.Case(1, "packed", (15, 16, 23, 24), batch=4),
-    )
-]  # fmt: skip
-LONG = [
-    cases.Case(700, "one", (5,), batch=1, dtype=torch.float32),
-    cases.Case(600, "packed", (21,), dtype=torch.float32),
-    cases.Case(320, "edges", (3,), batch=1, dtype=torch.float32),
-]
+SINGLE = in_float32(
+    Case(63), Case(127, "packed"), Case(63, "singles"), Case(50, "edges"), Case(30, "first", (17, 17)),
+    Case(40, "packed", (23, 16)), Case(40, "last", (13,)), Case(50, "packed", (0, 3, 19, 16), batch=4),
+)  # fmt: skip
+SHORT = in_float32(
+    Case(9, "packed"), Case(2, "one", (5, 22)), Case(12, "first", (17, 17)),
+    Case(1, "packed", (15, 16, 23, 24), batch=4),
+)  # fmt: skip
+LONG = in_float32(Case(700, "one", (5,), batch=1), Case(600, "packed", (21,)), Case(320, "edges", (3,), batch=1))
 """Cases with several varlen tiles, and units of more than one chunk."""
 
 PARTED = {"B2-T40-packed-after23+16-float32", str(LONG[-1])}
 """Cases that are also read in parts. Short parts are computed without the kernels, which is slow here."""
 
-LAWS = [
-    parameter for parameter in laws.over([*SINGLE, *LONG])
-    if parameter.values[0] is not laws.split_anywhere or str(parameter.values[1]) in PARTED
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(("law", "case"), LAWS)
+@pytest.mark.parametrize(("law", "case"), laws_over([*SINGLE, *LONG], PARTED))
 def test_cema(law, case):
     law(CEMA, case)
 
@@ -108,9 +85,12 @@ def test_cema_of_other_shapes_and_dtypes(channels, modes, dtype):
         assert (off <= rounding * (wanted.abs() + wanted.abs().max()) + 1e-5 * wanted.abs().max()).all()
 
 
+def _parts(coefficients: CEMACoefficients) -> list[torch.Tensor]:
+    return [getattr(coefficients, field.name) for field in dataclasses.fields(coefficients)]
+
+
 def _double(coefficients: CEMACoefficients) -> CEMACoefficients:
-    given = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
-    return CEMACoefficients(*(tensor.double() for tensor in given))
+    return CEMACoefficients(*(tensor.double() for tensor in _parts(coefficients)))
 
 
 def _reference(x, coefficients, state, *, segments, skip):
@@ -120,9 +100,8 @@ def _reference(x, coefficients, state, *, segments, skip):
 
 def _read(form, x, coefficients, state, segments):
     """Return outputs, state, and their gradients by all inputs, including the skip connection."""
-    parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
     skip = torch.linspace(-1, 2, x.shape[-1]).to(state.dtype)
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, state, skip, *parts)]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, state, skip, *_parts(coefficients))]
     y, after = form(leaves[0], CEMACoefficients(*leaves[3:]), leaves[1], segments=segments, skip=leaves[2])
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(tensor.shape, generator=generator).to(x.dtype).to(tensor.dtype) for tensor in (y, after)]
@@ -145,11 +124,10 @@ def test_a_plan_with_room_for_more_documents_computes_the_same_numbers(monkeypat
     assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
 
 
-def _op_arguments(length: int = 40) -> tuple[object, ...]:
-    x, coefficients, state, segments = _call(5, 3, length, torch.float32)
+def _op_arguments() -> tuple[object, ...]:
+    x, coefficients, state, segments = _call(5, 3, 40, torch.float32)
     plan = VarlenTilePlan.build(segments)
-    parts = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
-    given = x[:, plan.head :], *parts, torch.randn(5), state
+    given = x[:, plan.head :], *_parts(coefficients), torch.randn(5), state
     leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
     return (*leaves, plan.continues, list(plan.forwards), list(plan.backwards), plan.unit)
 
@@ -188,7 +166,7 @@ def test_coefficients_and_their_gradients(channels, modes, dtype):
     grads = torch.autograd.grad(found, parameters, [x.to(y.dtype) for x, y in zip(weights, found, strict=True)])
     for got, wanted, leaf in zip(grads, torch.autograd.grad(exact, wide, weights), parameters, strict=True):
         assert got.dtype == leaf.dtype
-        tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+        tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
 
 
@@ -211,9 +189,7 @@ def test_coefficients_are_well_registered():
 def test_long_memories_stay_accurate():
     """Check a few thousand steps of modes that hardly decay, with the largest possible state."""
     x, coefficients, state, segments = _call(4, 3, 2500, torch.float32, batch=1, documents=False)
-    slow = CEMACoefficients(
-        coefficients.input, coefficients.log_damping * 1e-3, coefficients.angle, coefficients.output
-    )
+    slow = dataclasses.replace(coefficients, log_damping=coefficients.log_damping * 1e-3)
     y, _ = cema(x, slow, state, segments=segments)
     expected, _ = cema_reference(x.double(), _double(slow), state.double(), segments)
     assert (y - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from kernels.ranks import read_interpreted
-from support.context_cases import Text, assert_near, model_for_kernels, read
+from kernels.interpreted.conftest import read_interpreted
+from support.context_cases import Text, assert_one_device, model_for_kernels, read
 from support.jobs import Jobs
 
 pytestmark = pytest.mark.skipif(
@@ -27,14 +27,11 @@ def jobs():
 
 @pytest.mark.parametrize(
     ("variant", "text"),
-    [
-        ("gecko", Text(4, 2, "few", batch=1)),
-        ("window-linear", Text(2, 2, "few", read=16, batch=1)),
-    ],
+    [("gecko", Text(4, 2, "few", batch=1)), ("window-linear", Text(2, 2, "few", read=16, batch=1))],
     ids=str,
 )
 def test_ranks_with_kernels_are_one_device(jobs, variant, text):
     with jobs.connected(text.ranks) as on_ranks:
         parts = on_ranks(read_interpreted, variant, text, "full", 1)
-    assert_near(parts, read(variant, text, "none", None, model_for_kernels(variant, 1).double()))
+    assert_one_device(parts, read(variant, text, "none", None, model_for_kernels(variant, 1).double()), near=True)
     assert set(parts[0]["ran"]) >= EXPECTED

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.recording import take_kernels
 from support.cases import IN_TRITON, LLAMA, VARIANTS, in_pages
 from torch import Tensor
 
@@ -61,9 +60,7 @@ SOME = ["gecko", "qwen2", "llama-window", "student", "shared-keys"]
 """What a state may hold: sums of chunks or none, sinks or none, heads of its own or shared ones."""
 
 
-@pytest.fixture(autouse=True)
-def _on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_kernels(monkeypatch)
+pytestmark = pytest.mark.usefixtures("on_kernels")
 
 
 def model_of(variant: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Gecko:
@@ -79,17 +76,17 @@ def tokens_of(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(SMALL.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def state_for(model: Gecko, state: GeckoState) -> GeckoState:
+    """Return the state of the model in float64 as one of ``model``."""
+    narrow = state.map(lambda x: x.float() if x.is_floating_point() else x)
+    dtypes = narrow.mixers[0].attention.keys.dtype, model.embedding.weight.dtype
+    mixers = tuple(replace(x, attention=x.attention.to(*dtypes)) for x in narrow.mixers)
+    return replace(narrow, mixers=mixers, model=model.fingerprint())
+
+
 def start(model: Gecko, exact: Gecko, texts: Sequence[Tensor], window: torch.dtype | None = None) -> Decoder:
     """Return a decoder with the states of ``texts``, which the model in float64 has read."""
-    states = []
-    for text in texts:
-        state = read(exact, [text]).state.map(lambda x: x.float() if x.is_floating_point() else x)
-        dtypes = state.mixers[0].attention.keys.dtype, model.embedding.weight.dtype
-        mixers = state.mixers
-        if not model.config.bfloat16_window:
-            mixers = tuple(replace(x, attention=x.attention.to(*dtypes)) for x in state.mixers)
-        states.append(replace(state, mixers=mixers, model=model.fingerprint()))
-    return holding(model, states, window)
+    return holding(model, [state_for(model, read(exact, [text]).state) for text in texts], window)
 
 
 def holding(model: Gecko, states: Sequence[GeckoState], window: torch.dtype | None = None) -> Decoder:
@@ -108,24 +105,27 @@ def run(decoder: Decoder, tokens: Tensor) -> Tensor:
         return torch.stack([decoder.step(column.tolist()).clone() for column in tokens.unbind(1)], 1)
 
 
-def assert_follows(found: Tensor, decoder: Decoder, exact: Gecko, texts: Sequence[Tensor], tolerance: float) -> None:
+def assert_follows(found: Tensor, decoder: Decoder, exact: Gecko, texts: Sequence[Tensor]) -> None:
     """Assert that the last logits of each row, and the states, are those of a call over the whole text."""
+    near = {"rtol": 1e-4, "atol": 1e-4}
     for slot, text in enumerate(texts):
         with torch.no_grad():
             expected, state = exact(text.unsqueeze(0))
-        near = {"rtol": tolerance, "atol": tolerance}
         torch.testing.assert_close(found[slot].double(), expected[0, -found.shape[1] :], **near)
         for name, tensor in decoder.state(slot).tensors().items():
             torch.testing.assert_close(tensor.double(), state.tensors()[name].double(), **near, msg=f"{slot} {name}")
 
 
+def assert_steps_are_calls(exact: Gecko, lengths: Sequence[int]) -> None:
+    """Assert that a decoder continues texts of these lengths as ``exact``, the model in float64, reads them."""
+    texts = [tokens_of(1, length + STEPS, seed)[0] for seed, length in enumerate(lengths)]
+    decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS] for text in texts])
+    assert_follows(run(decoder, torch.stack([text[-STEPS:] for text in texts])), decoder, exact, texts)
+
+
 @pytest.mark.parametrize("variant", DECODED)
 def test_steps_are_calls_in_float64(variant: str) -> None:
-    exact = model_of(variant)
-    texts = [tokens_of(1, length + STEPS, seed)[0] for seed, length in enumerate(LENGTHS)]
-    decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS] for text in texts])
-    logits = run(decoder, torch.stack([text[-STEPS:] for text in texts]))
-    assert_follows(logits, decoder, exact, texts, 1e-4)
+    assert_steps_are_calls(model_of(variant), LENGTHS)
 
 
 @pytest.mark.parametrize("variant", ["gecko", "qwen2", "llama-window"])
@@ -134,11 +134,7 @@ def test_slots_that_a_row_does_not_see_are_passed_over(variant: str, monkeypatch
     monkeypatch.setattr(steps, "_KEYS", 256)
     monkeypatch.setattr(steps, "_VALUES", 256)
     chunk = 20
-    exact = model_of(variant, chunk_size=chunk)
-    texts = [tokens_of(1, length + STEPS, seed)[0] for seed, length in enumerate((2, chunk - 4, 2 * chunk + 15))]
-    decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS] for text in texts])
-    logits = run(decoder, torch.stack([text[-STEPS:] for text in texts]))
-    assert_follows(logits, decoder, exact, texts, 1e-4)
+    assert_steps_are_calls(model_of(variant, chunk_size=chunk), (2, chunk - 4, 2 * chunk + 15))
 
 
 @pytest.mark.parametrize("variant", ["gecko", "qwen2"])
@@ -161,7 +157,7 @@ def test_launches_of_one_step_are_those_of_every_step(variant: str, monkeypatch:
             run_launch(launch)
         logits = buffers.logits[: len(texts)]
         assert torch.equal(logits.unsqueeze(1), run(other, torch.stack([text[-1:] for text in texts])))
-    assert_follows(logits.unsqueeze(1), other, exact, texts, 1e-4)
+    assert_follows(logits.unsqueeze(1), other, exact, texts)
     assert all(len(set(text[-STEPS:].tolist())) > 1 for text in texts), "tokens that the device drew"
 
 
@@ -238,34 +234,31 @@ def test_documents_in_the_prompt_are_kept_apart(variant: str) -> None:
         with torch.no_grad():
             _, state = exact(text[:, :length], segment_ids=ids[:, :length])
             expected, _ = exact(text, segment_ids=ids)
-        narrow = state.map(lambda x: x.float() if x.is_floating_point() else x)
-        decoder = holding(model, [replace(narrow, model=model.fingerprint())])
-        found = run(decoder, text[:, length:])
+        found = run(holding(model, [state_for(model, state)]), text[:, length:])
         torch.testing.assert_close(found.double(), expected[:, length:], rtol=1e-4, atol=1e-4)
+
+
+def started_and_apart(model: Gecko, rows: int, window: torch.dtype | None = None) -> tuple[Decoder, float]:
+    """Return a decoder after some steps, and how far its logits are from those of the model in float64."""
+    exact, texts = copy.deepcopy(model).double(), tokens_of(rows, 2 * CHUNK + STEPS)
+    decoder = start(model, exact, list(texts[:, :-STEPS]), window)
+    found = run(decoder, texts[:, -STEPS:])
+    with torch.no_grad():
+        expected = exact(texts)[0][:, -STEPS:]
+    return decoder, float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids="{} rows".format)
 @pytest.mark.parametrize("variant", ["gecko", "qwen2"])
 def test_sixteen_bit_weights_are_near(variant: str, rows: int) -> None:
-    model = model_of(variant).bfloat16()
-    exact = copy.deepcopy(model).double()
-    texts = tokens_of(rows, 2 * CHUNK + STEPS)
-    decoder = start(model, exact, list(texts[:, :-STEPS]))
-    found = run(decoder, texts[:, -STEPS:])
-    with torch.no_grad():
-        expected = exact(texts)[0][:, -STEPS:]
-    assert float((found - expected).norm() / expected.norm()) < 0.02
+    decoder, apart = started_and_apart(model_of(variant).bfloat16(), rows)
+    assert apart < 0.02
     assert decoder.state(0).mixers[0].attention.values.dtype == torch.bfloat16
 
 
 def test_a_window_in_bfloat16_is_near() -> None:
-    exact = model_of("gecko")
-    text = tokens_of(1, 2 * CHUNK + STEPS)[0]
-    decoder = start(copy.deepcopy(exact).float(), exact, [text[:-STEPS]], torch.bfloat16)
-    found = run(decoder, text[-STEPS:].unsqueeze(0))
-    with torch.no_grad():
-        expected = exact(text.unsqueeze(0))[0][:, -STEPS:]
-    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+    decoder, apart = started_and_apart(model_of("gecko", torch.float32), 1, torch.bfloat16)
+    assert 0 < apart < 0.02
     assert decoder._all.mixers[0].attention.keys.dtype == torch.bfloat16
 
 
@@ -310,18 +303,13 @@ IN_PYTORCH: list[tuple[str, dict[str, Any]]] = [
     ("later-gecko", {"memory_gate_channels": 5}), ("paper", {}),
     ("shared-rms", {"local_mixing": "cema"}), ("llama", {"rms_eps": 1e-3}), ("separate", {"timestep_eps": 1e-3}),
     ("separate", {"convolution_width": 1}), ("separate", {"gate_activation": "softplus"}),
-    ("llama", {"output_norm": True}), ("gecko", {"unit_vectors": "whole"}),
+    ("llama", {"output_norm": True}), ("gecko", {"unit_vectors": "whole"}), ("gecko", {"dtype": torch.float16}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("variant", "changes"), IN_PYTORCH, ids=str)
 def test_other_models_decode_in_pytorch(variant: str, changes: dict[str, Any]) -> None:
-    model = model_of(variant, torch.float32, **changes)
-    assert decoder_of(model, model.empty_state()) is None
-
-
-def test_models_in_float16_decode_in_pytorch() -> None:
-    model = model_of("gecko", torch.float16)
+    model = model_of(variant, **{"dtype": torch.float32, **changes})
     assert decoder_of(model, model.empty_state()) is None
 
 
@@ -394,8 +382,7 @@ def test_texts_get_the_tokens_that_they_get_alone() -> None:
     prefills = []
     for length in LENGTHS:
         found = read(exact, [tokens_of(1, length)[0]])
-        state = found.state.map(lambda x: x.float() if x.is_floating_point() else x)
-        prefills.append(replace(found, state=replace(state, model=model.fingerprint()), logits=found.logits.float()))
+        prefills.append(replace(found, state=state_for(model, found.state), logits=found.logits.float()))
     together = drawn_of(model, prefills, SAMPLINGS, 3)
     alone = [drawn_of(model, [prefill], [one], 3)[0] for prefill, one in zip(prefills, SAMPLINGS, strict=True)]
     assert together == alone

@@ -4,35 +4,18 @@ checkpointing, and in prefill and decoding."""
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from kernels.recording import take_kernels
-from support.cases import VARIANTS
+from kernels.agreement import distance, small_model
 
-from gecko import Gecko, GeckoConfig
+from gecko import Gecko
 from gecko.train.step import autocast
-
-SMALL = GeckoConfig(
-    vocab_size=32, num_layers=1, model_dim=16, key_dim=16, value_dim=32, num_heads=1, ffn_dim=16, chunk_size=8,
-    cema_modes=2, timestep_groups=2,
-)  # fmt: skip
-
 
 DOCUMENTS = (torch.arange(36) >= torch.tensor([[19], [33]])).long()
 
-
-@pytest.fixture(autouse=True)
-def _on_kernels(monkeypatch):
-    """Make operators choose their kernels, as for tensors on a GPU; float64 uses the eager forms."""
-    take_kernels(monkeypatch)
-
-
-def _model(variant: str) -> Gecko:
-    torch.manual_seed(0)
-    return Gecko(replace(SMALL, **VARIANTS[variant]))
+pytestmark = pytest.mark.usefixtures("on_kernels")
 
 
 def _gradients(model: Gecko, precision: str) -> dict[str, torch.Tensor]:
@@ -54,24 +37,24 @@ def _worst(model: Gecko, precision: str) -> float:
     [("gecko", "selective"), ("gecko", "full"), ("window-linear", "none"), ("llama", "none")],
 )
 def test_loss_and_gradients(variant, checkpointing):
-    model = _model(variant)
+    model = small_model(variant)
     model.activation_checkpointing = checkpointing
     assert _worst(model, "float32") < 2e-5
 
 
 def test_gradients_in_bfloat16_are_near():
-    assert _worst(_model("gecko"), "bfloat16") < 0.05
+    assert _worst(small_model("gecko"), "bfloat16") < 0.05
 
 
 @cache
 def _without_hooks() -> dict[str, torch.Tensor]:
-    return _gradients(_model("gecko"), "float32")
+    return _gradients(small_model("gecko"), "float32")
 
 
 @pytest.mark.parametrize("name", ["mixer", "feed_forward", "feed_forward.norm"])
 def test_a_hook_sees_what_the_layer_returns(name):
     """A block leaves out no hook where it gives the terms of the residual stream to the next norm."""
-    model, wide, seen = _model("gecko"), _model("gecko").double(), []
+    model, wide, seen = small_model("gecko"), small_model("gecko").double(), []
     for one in (model, wide):
         layer = one.blocks[0].get_submodule(name)
         layer.register_forward_hook(lambda _, __, output: seen.append(output[0] if name == "mixer" else output))
@@ -89,7 +72,7 @@ def test_a_hook_sees_what_the_layer_returns(name):
 )
 @torch.no_grad()
 def test_reading_in_parts_and_token_by_token(variant, dtype):
-    model = _model(variant)
+    model = small_model(variant)
     tokens = torch.randint(32, (2, 36), generator=torch.Generator().manual_seed(1))
     expected, _ = copy.deepcopy(model).double()(tokens, DOCUMENTS)
     model, logits, state = model.to(dtype), [], None
@@ -99,5 +82,5 @@ def test_reading_in_parts_and_token_by_token(variant, dtype):
     for i in (34, 35):
         part, state = model.step(tokens[:, i], state)
         logits.append(part.unsqueeze(1))
-    error = (torch.cat(logits, dim=1) - expected).abs().max() / expected.abs().max()
-    assert error < {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    most = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    assert distance(torch.cat(logits, dim=1), expected) < most

@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.agreement import TOLERANCE, normal
-from kernels.recording import take_kernels
 
-from gecko.ops.backends import dispatch
 from gecko.ops.projections import ProjectionsGPU, projections
 from gecko.train.step import autocast
 
 BIASED = [(True, False), (False, True)]
 
-
-@pytest.fixture(autouse=True)
-def _on_kernels(monkeypatch):
-    take_kernels(monkeypatch)
-    monkeypatch.setattr(dispatch, "_cpu_kernels_installed", lambda: False)  # linear layers read what autocast says
+# Without C kernels, linear layers read what autocast says.
+pytestmark = pytest.mark.usefixtures("on_kernels", "eager_forms")
 
 
 def _layers(dtype, biased):
@@ -93,13 +88,11 @@ def test_any_rank_and_no_rows(shape):
     x = normal(*shape)
     outputs = projections(x, weights, biases)
     leaves = x, *weights, biases[0]
-    found = torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)
     expected = [torch.nn.functional.linear(x, *layer) for layer in zip(weights, biases, strict=True)]
-    for got, wanted in zip(
-        (*outputs, *found), (*expected, *torch.autograd.grad(sum(y.square().sum() for y in expected), leaves)),
-        strict=True,
-    ):  # fmt: skip
-        torch.testing.assert_close(got, wanted)
+    found, wanted = (
+        [*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), leaves)] for ys in (outputs, expected)
+    )
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.agreement import is_well_registered, normal
+from kernels.agreement import in_float32, is_well_registered, laws_over, normal
 from support import cases, laws
+from support.cases import Case
 
 from gecko.ops.timestep_norm import Statistics, TimestepNormState, timestep_norm
 from gecko.ops.timestep_norm import triton as kernels
@@ -38,35 +39,23 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernels, "_tiles_in_block", lambda together: 4)
 
 
-CASES = [
-    replace(case, dtype=torch.float32)
-    for case in (
-        cases.Case(9, "packed"), cases.Case(50, "edges"), cases.Case(40, "packed", (23, 16)),
-        cases.Case(40, "one", (13,)), cases.Case(40, "singles", (13,)),
-        cases.Case(50, "packed", (0, 3, 19, 16), batch=4), cases.Case(1, "packed", (15, 16, 23, 24), batch=4),
-    )
-]  # fmt: skip
+CASES = in_float32(
+    Case(9, "packed"), Case(50, "edges"), Case(40, "packed", (23, 16)), Case(40, "one", (13,)),
+    Case(40, "singles", (13,)), Case(50, "packed", (0, 3, 19, 16), batch=4),
+    Case(1, "packed", (15, 16, 23, 24), batch=4),
+)  # fmt: skip
 PARTED = {"B4-T50-packed-after0+3+19+16-float32", "B2-T50-edges-float32"}
 """Cases that are also cut at every place, which takes the interpreter as long as all other laws. Their rows have
 different positions, and documents start at the borders of tiles."""
 
-LAWS = [
-    parameter for parameter in laws.over(CASES)
-    if parameter.values[0] is not laws.split_anywhere or str(parameter.values[1]) in PARTED
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(("law", "case"), LAWS)
+@pytest.mark.parametrize(("law", "case"), laws_over(CASES, PARTED))
 @pytest.mark.parametrize("operator", [FAST_DECAY, CUMULATIVE], ids=str)
 def test_timestep_norm_of_many_tiles(operator, law, case, small_tiles):
     law(operator, case)
 
 
-AS_LAUNCHED = [
-    cases.Case(1, "one", (0, 7), dtype=torch.float32),
-    cases.Case(3, "packed", (5,), dtype=torch.float32),
-    cases.Case(200, "packed", (21, 0), dtype=torch.float32),
-]
+AS_LAUNCHED = in_float32(Case(1, "one", (0, 7)), Case(3, "packed", (5,)), Case(200, "packed", (21, 0)))
 
 
 @pytest.mark.parametrize("case", AS_LAUNCHED, ids=str)
@@ -75,25 +64,28 @@ def test_timestep_norm_in_tiles_as_launched(operator, case):
     laws.fast_is_reference(operator, case)
 
 
+def _normalise(x, weight, statistics, dtype=None):
+    """Return the kernels' result for one text from its start."""
+    state, segments = TimestepNormState.empty(1, statistics.groups), Segments.build(*x.shape[:2])
+    return kernels.timestep_norm_triton(x, weight, weight, statistics, state, segments, dtype)
+
+
 @pytest.mark.parametrize("betas", [BETAS, None])
 def test_statistics_survive_a_large_offset(betas, small_tiles):
-    x = (100 + normal(1, 30, 12)).detach()
-    state = TimestepNormState.empty(1, 3)
-    y, _ = kernels.timestep_norm_triton(x, None, None, Statistics(3, betas, 1e-5), state, Segments.build(1, 30))
-    exact, _ = timestep_norm(x.double(), None, None, Statistics(3, betas, 1e-5))
+    x, statistics = (100 + normal(1, 30, 12)).detach(), Statistics(3, betas, 1e-5)
+    y, _ = _normalise(x, None, statistics)
+    exact, _ = timestep_norm(x.double(), None, None, statistics)
     assert (y - exact).abs().max() < 2e-3 * exact.abs().max()
 
 
 @pytest.mark.parametrize("betas", [BETAS, None])
 def test_sixteen_bit_activations_keep_float32_statistics(betas):
     x, weight = normal(1, 6, 12, dtype=torch.bfloat16).detach(), normal(12).detach()
-    state = TimestepNormState.empty(1, 3)
-    y, after = kernels.timestep_norm_triton(x, weight, weight, Statistics(3, betas, 1e-5), state, Segments.build(1, 6))
-    exact, expected = timestep_norm(x.double(), weight.double(), weight.double(), Statistics(3, betas, 1e-5))
+    statistics = Statistics(3, betas, 1e-5)
+    y, after = _normalise(x, weight, statistics)
+    exact, expected = timestep_norm(x.double(), weight.double(), weight.double(), statistics)
     assert y.dtype == torch.bfloat16
-    wide, same = kernels.timestep_norm_triton(
-        x.float(), weight, weight, Statistics(3, betas, 1e-5), state, Segments.build(1, 6), torch.bfloat16
-    )
+    wide, same = _normalise(x.float(), weight, statistics, torch.bfloat16)
     assert y.equal(wide) and after.variance.equal(same.variance)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(after.variance.double(), expected.variance, rtol=1e-5, atol=1e-7)
@@ -102,9 +94,7 @@ def test_sixteen_bit_activations_keep_float32_statistics(betas):
 def test_counts_near_one_keep_their_digits():
     """1 − β₂ⁿ at n = 1 is 1e-4. Computed as 1 − exp in float32 it would have three correct digits."""
     x = normal(1, 1, 64).detach()
-    y, _ = kernels.timestep_norm_triton(
-        x, None, None, Statistics(1, BETAS, 0.0), TimestepNormState.empty(1, 1), Segments.build(1, 1)
-    )
+    y, _ = _normalise(x, None, Statistics(1, BETAS, 0.0))
     torch.testing.assert_close(y, (x - x.mean()) / x.std(correction=0), rtol=1e-5, atol=1e-5)
 
 

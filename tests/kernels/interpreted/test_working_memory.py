@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from kernels.agreement import is_well_registered, normal
-from kernels.recording import take_kernels
+from kernels.agreement import distance, in_float32, is_well_registered, normal
 from support import cases, laws
 from support.cases import CHUNK, Case
 
@@ -17,32 +14,29 @@ from gecko.ops.working_memory.chunked import enter_chunked
 from gecko.ops.working_memory.rules import RULES
 from gecko.segments import Segments
 
-SINGLE = [
-    replace(case, dtype=torch.float32)
-    for case in (
-        Case(2, "packed"), Case(50, "edges"), Case(30, "one", (5, 22)), Case(12, "first", (17, 17)),
-        Case(90, "packed", (21,)),
-    )
-]  # fmt: skip
-ONE = [replace(Case(35, "packed", (21,)), dtype=torch.float32)]
+pytestmark = pytest.mark.usefixtures("on_kernels")
 
-
+SINGLE = in_float32(
+    Case(2, "packed"), Case(50, "edges"), Case(30, "one", (5, 22)), Case(12, "first", (17, 17)),
+    Case(90, "packed", (21,)),
+)  # fmt: skip
+ONE = in_float32(Case(35, "packed", (21,)))
 MEMORIES = cases.MEMORIES[:2]
 """The orthogonal rule has no kernels."""
 
 
-def _by_kernels(rule, chunk_size, inputs, state, segments):
-    return kernels.enter_triton(rule, chunk_size, inputs, state, segments).read(state.memory)
+def _read(enter, rule, chunk_size, inputs, ids=None):
+    """Return outputs and state of a text, which ``enter`` reads from its start."""
+    (batch, heads, length, key), value = inputs[0].shape, inputs[2].shape[3]
+    dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+    state = WorkingMemoryState.empty(rule, batch, heads, key, value, dtype)
+    segments = Segments.build(batch, length, segment_ids=ids)
+    return enter(RULES[rule], chunk_size, tuple(inputs), state, segments).read(state.memory)
 
 
-def _chunked(rule, chunk_size, inputs, state, segments):
-    return enter_chunked(rule, chunk_size, inputs, state, segments).read(state.memory)
-
-
-@pytest.fixture(autouse=True)
-def _on_kernels(monkeypatch):
-    """Make operators choose their kernels, as for tensors on a GPU."""
-    take_kernels(monkeypatch)
+def _after(tokens, length):
+    """Return ids of two documents, the second of which starts after some tokens."""
+    return (torch.arange(length) >= tokens).long().unsqueeze(0)
 
 
 @pytest.mark.parametrize("case", SINGLE, ids=str)
@@ -67,16 +61,13 @@ def test_memories_of_many_tiles(rule, dtype, monkeypatch):
     monkeypatch.setattr(triton_chain, "_TILE", 64)
     inputs = [normal(1, 2, 100, width, seed=i, dtype=dtype) for i, width in enumerate((18, 18, 35))]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    segments = Segments.build(1, 100, segment_ids=(torch.arange(100) >= 13).long().unsqueeze(0))
     outputs = []
-    for form, x in ((_by_kernels, inputs), (_chunked, exact)):
-        empty = WorkingMemoryState.empty(rule, 1, 2, 18, 35, torch.promote_types(x[0].dtype, torch.float32))
-        out, state = form(RULES[rule], 20, tuple(x), empty, Segments.select(segments, [0]))
+    for enter, x in ((kernels.enter_triton, inputs), (enter_chunked, exact)):
+        out, state = _read(enter, rule, 20, x, _after(13, 100))
         weights = normal(*out.shape, seed=9).detach()
         outputs.append((out, state.memory, *torch.autograd.grad(out, x, weights.to(out.dtype))))
     for got, wanted in zip(*outputs, strict=True):
-        error = (got.double() - wanted).abs().max() / wanted.abs().max()
-        assert error < (1e-5 if dtype == torch.float32 else 3e-2)
+        assert distance(got, wanted) < (1e-5 if dtype == torch.float32 else 3e-2)
     assert outputs[0][0].dtype == dtype
     assert outputs[0][1].dtype == torch.float32
 
@@ -90,13 +81,10 @@ def test_gradients_in_bfloat16_are_those_of_the_eager_form_up_to_rounding():
         for i, (factor, width) in enumerate(zip(factors, (32, 32, 64), strict=True))
     ]
     weights, found = normal(1, 2, 96, 64, seed=9).detach().bfloat16(), []
-    for form, dtype in (
-        (_chunked, torch.float64), (_chunked, torch.float32),
-        (_by_kernels, torch.bfloat16),
-    ):  # fmt: skip
+    forms = (enter_chunked, torch.float64), (enter_chunked, torch.float32), (kernels.enter_triton, torch.bfloat16)
+    for enter, dtype in forms:
         leaves = [x.detach().to(dtype if dtype.itemsize == 8 else x.dtype).requires_grad_() for x in inputs]
-        empty = WorkingMemoryState.empty("adaptive", 1, 2, 32, 64, torch.promote_types(dtype, torch.float32))
-        out, _ = form(RULES["adaptive"], 16, tuple(x.to(dtype) for x in leaves), empty, Segments.build(1, 96))
+        out, _ = _read(enter, "adaptive", 16, [x.to(dtype) for x in leaves])
         found.append(torch.autograd.grad(out.to(leaves[0].dtype), leaves, weights.to(leaves[0].dtype)))
     for exact, eager, own in zip(*found, strict=True):
         differences = [((x.double() - exact).norm() / exact.norm()).item() for x in (eager, own)]
@@ -107,10 +95,8 @@ def test_gradients_in_bfloat16_are_those_of_the_eager_form_up_to_rounding():
 def test_adaptive_memory_is_bounded_however_large_the_keys(shift, packed):
     """Check gradients as well: values that a mask hides (padding, other documents) must not overflow."""
     q, k, v = (normal(1, 2, 61, 3, seed=i) for i in range(3))
-    ids = (torch.arange(61) >= 13).long().unsqueeze(0) if packed else None
-    state = WorkingMemoryState.empty("adaptive", 1, 2, 3, 3)
-    segments = Segments.build(1, 61, segment_ids=ids)
-    out, state = _by_kernels(RULES["adaptive"], CHUNK, (q, 200 * k + shift, v), state, segments)
+    ids = _after(13, 61) if packed else None
+    out, state = _read(kernels.enter_triton, "adaptive", CHUNK, (q, 200 * k + shift, v), ids)
     (out.sum() + sum(x.sum() for x in state.tensors().values() if x.is_floating_point())).backward()
     assert out.isfinite().all() and state.memory.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (q, k, v))

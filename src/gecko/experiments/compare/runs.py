@@ -124,8 +124,6 @@ def _comparison(
 class Pool:
     """Runs that are trained in processes, ``jobs`` at the same time, in order, and their states by label.
 
-    Finished runs are skipped and unfinished runs are continued. A failed run does not stop the others.
-
     Raises:
         ValueError: a run's folder holds something else.
     """

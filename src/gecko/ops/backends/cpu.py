@@ -83,8 +83,7 @@ def _loaded(name: Name) -> tuple[ctypes.CDLL | None, str]:
 @cache
 def _warn(reason: str) -> None:
     logging.getLogger(__name__).warning(
-        "the CPU runs operators without their C kernels, which is slower: %s. Install GCC to get them.",
-        reason,
+        "the CPU runs operators without their C kernels, which is slower: %s. Install GCC to get them.", reason
     )
 
 
@@ -155,6 +154,14 @@ def saved(ctx: Any) -> tuple[Any, ...]:
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"a hook on saved tensors must return shape {tuple(shape)}; got {tuple(tensor.shape)}.")
     return tuple(x if x is None else x.contiguous() for x in tensors)
+
+
+def parts(steps: int, least: int) -> int:
+    """Return the number of parts, of at least ``least`` steps and 64 at most, that each sum the gradients of weights.
+
+    It is independent of the number of threads, and so are the sums.
+    """
+    return min(64, -(-steps // least))
 
 
 class CFunction(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 There are two libraries. ``decoding`` has the kernels of the decoder; a model in bfloat16 needs no others to continue a
 short text. ``operators`` has all other kernels. Each is compiled for the processor of this machine when it is first
-needed, which takes some seconds. A library is kept in the user's cache. Its name has a
-hash of the sources, the compiler and the processor's features, so machines that share a home directory keep their own.
+needed, which takes some seconds. A library is kept in the user's cache. Its name has a hash of the sources, the
+compiler and the processor's features, so machines that share a home directory keep their own.
 Processes that start together wait for the one that builds a library.
 """
 
@@ -34,6 +34,7 @@ _FLAGS = (
 """The parameter: for some processors (AMD Zen 2 and 3) GCC rounds products before it adds them to a single sum, but not
 to several sums. The same sum would then depend on how many are computed together, and so on the number of threads."""
 COMPILERS = ("gcc", "cc")
+_OPERATORS = Path(__file__).parents[1]
 
 
 def start_building(name: Name) -> None:
@@ -55,7 +56,7 @@ def built(name: Name) -> Path:
     """
     compiler, files = _compiler(), sources(name)
     features = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    read = (path.read_text(encoding="utf-8") for path in (*sorted(_here().rglob("*.h")), *files))
+    read = (path.read_text(encoding="utf-8") for path in (*sorted(_OPERATORS.rglob("*.h")), *files))
     code = hashlib.sha256("\0".join((*_FLAGS, features, *read)).encode()).hexdigest()[:24]
     path = _folder() / f"{name}-{code}.so"
     if not path.exists():
@@ -68,12 +69,8 @@ def built(name: Name) -> Path:
 
 def sources(name: Name) -> list[Path]:
     """Return the C files of a library."""
-    files = sorted(_here().glob("*/cpu*.c"))
+    files = sorted(_OPERATORS.glob("*/cpu*.c"))
     return [path for path in files if (path.parent.name == "decoding") == (name == "decoding")]
-
-
-def _here() -> Path:
-    return Path(__file__).parent.parent
 
 
 def _compiler() -> str:

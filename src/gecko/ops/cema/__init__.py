@@ -48,11 +48,9 @@ def cema(
     modes = coefficients.input.shape[1]
     check_shape("coefficients.input", coefficients.input, (channels, modes))
     dtype = compute_dtype(x)
-    if state is not None:
-        check_shape("state", state, (batch, channels, modes, 2))
+    check_shape("state", state, (batch, channels, modes, 2))
     segments = layout_of_call(segments, batch, length, x.device)
-    if skip is not None:
-        check_shape("skip", skip, (channels,))
+    check_shape("skip", skip, (channels,))
     floats = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output, state
     with full_precision(x):
         # A call of one token is always "eager" here.

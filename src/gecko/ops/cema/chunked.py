@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import compute_dtype, full_precision
-from gecko.ops.scan import ScanPlan, chunk_states
+from gecko.ops.scan import ChunkStates, ScanPlan
 from gecko.segments import Segments
 
 
@@ -163,7 +163,7 @@ def cema_chunked(
     folded = plan.fold(x)
     updates = torch.view_as_complex(torch.bmm(folded, into_state).unflatten(-1, (-1, 2)))
     initial = torch.view_as_complex(plan.initial(state).transpose(0, 1).contiguous())
-    states = chunk_states(updates, decay, initial, plan)
+    states = ChunkStates.apply(updates, decay, initial, plan)
     y = torch.bmm(folded, _Toeplitz.apply(response))
     y = y.baddbmm_(torch.view_as_real(states).flatten(-2), from_state.mT)
     return plan.unfold(y), _final_state(x, coefficients, states, into_state, segments)

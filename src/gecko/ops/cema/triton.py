@@ -51,16 +51,11 @@ def cema_triton(
         y_head, state = cema_chunked(head.float(), coefficients, state, plan.head_segments)
         head = y_head.to(x.dtype) if skip is None else torch.addcmul(y_head, head, skip).to(x.dtype)
     given = coefficients.input, coefficients.log_damping, coefficients.angle, coefficients.output
+    tables = (None if tensor is None else tensor.float().contiguous() for tensor in (*given, skip, state))
     y, after, *_ = _cema(
-        x[:, plan.head :].contiguous(), *(_table(tensor) for tensor in given), None if skip is None else _table(skip),
-        None if state is None else _table(state), plan.continues, list(plan.forwards), list(plan.backwards),
-        plan.unit,
-    )  # fmt: skip
+        x[:, plan.head :].contiguous(), *tables, plan.continues, list(plan.forwards), list(plan.backwards), plan.unit
+    )
     return (torch.cat([head, y], dim=1) if plan.head else y), after
-
-
-def _table(tensor: Tensor) -> Tensor:
-    return tensor.float().contiguous()
 
 
 _Tables = tuple[Tensor, Tensor, Tensor]
@@ -134,26 +129,21 @@ def _backward(
     }  # fmt: skip
     grid = batch, blocks(channels, 8) * blocks(modes, 8)
     Launch(gradients_kernel, grid, arguments, warps=8, stages=_STAGES, registers=_registers(x)).run()
-    states = {"p_after": after, "p_grad_after": grad_after, "p_before": before, "p_grad_before": grad_before}
-    given = {
-        "p_in": input, "p_out": output, "p_decay": decay, "batch": batch, "p_sums": sums, "p_derivatives": derivatives,
-        "p_last": last, "p_correlation": correlation, **states,
-    }  # fmt: skip
     by_input, by_log, by_angle = (input.new_empty(input.shape[:2]) for _ in range(3))
     by_output, by_skip = torch.empty_like(output), input.new_empty(len(input))
-    gradients = {
-        "p_grad_in": by_input, "p_grad_log": by_log, "p_grad_angle": by_angle, "p_grad_out": by_output,
-        "p_grad_skip": by_skip,
+    arguments = {
+        "p_in": input, "p_out": output, "p_decay": decay, "batch": batch, "p_sums": sums, "p_derivatives": derivatives,
+        "p_last": last, "p_correlation": correlation, "p_after": after, "p_grad_after": grad_after, "p_before": before,
+        "p_grad_before": grad_before, "p_grad_in": by_input, "p_grad_log": by_log, "p_grad_angle": by_angle,
+        "p_grad_out": by_output, "p_grad_skip": by_skip, **_sizes(input, chunk), "lags": 8,
     }  # fmt: skip
-    sizes = _sizes(input, chunk) | {"lags": 8}
-    Launch(coefficient_gradients_kernel, _grid(input), given | gradients | sizes, warps=4).run()
+    Launch(coefficient_gradients_kernel, _grid(input), arguments, warps=4).run()
     return grad_x, by_input, by_log, by_angle, by_output, by_skip, grad_before
 
 
 def _saved(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    x, _, _, _, out, _, *rest = inputs
-    before, after, tables = rest[0], output[1], output[2:]
-    return x, out, *tables, before, after, *rest[1:]
+    x, _, _, _, out, _, before, *rest = inputs
+    return x, out, *output[2:], before, output[1], *rest
 
 
 @custom_op("cema", _backward, of=range(7), saves=_saved, results=2, zeros=False)

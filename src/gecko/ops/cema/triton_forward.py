@@ -361,8 +361,7 @@ def _step(
     batch, channels, modes = state.shape[:3]
     arguments = {
         "p_x": x, "p_y": y, "p_in": input, "p_out": output, "p_decay": decay, "p_before": state, "p_after": after,
-        "p_continues": continues, "channels": channels, "modes": modes,
-        "b_d": 32, "b_n": 1 << (modes - 1).bit_length(),
+        "p_continues": continues, "channels": channels, "modes": modes, "b_d": 32, "b_n": 1 << (modes - 1).bit_length(),
     }  # fmt: skip
     Launch(step_kernel, (batch, blocks(channels, 32)), arguments, warps=4).run()
     return y, after

@@ -166,11 +166,8 @@ class SinkPlaces(NamedTuple):
 
     @classmethod
     def of(cls, pattern: Pattern, segments: Segments, width: int, dtype: torch.dtype) -> SinkPlaces:
-        start, chunk = segments.document_starts, pattern.chunk_size
         position = segments.clock.position[:, None] + torch.arange(segments.length, device="cpu")
-        first = (position // chunk - pattern.lookback) * chunk
-        if pattern.attention == "sliding_window":
-            first = position - chunk + 1
+        start, first = segments.document_starts, pattern.first_position(position)
         visible = start[..., None] + torch.arange(pattern.sinks, device="cpu") < first[..., None]
         turns = rotary_phases(pattern.sink_turn(position - start), pattern.frequencies(width), dtype, segments.device)
         seen = torch.compiler.is_exporting() or bool(visible.any())  # an export chooses nothing by values

@@ -47,6 +47,12 @@ class Pattern:
     def window(self) -> int:
         return (1 + self.lookback) * self.chunk_size
 
+    def first_position(self, position: Tensor) -> Tensor:
+        """Return the first position in the window of a query at ``position``."""
+        if self.attention == "sliding_window":
+            return position - self.chunk_size + 1
+        return (position // self.chunk_size - self.lookback) * self.chunk_size
+
     def first_slot(self, place: Tensor) -> Tensor:
         """Return the first window slot that a query at ``place`` (0..c−1) of its chunk sees."""
         return place + 1 if self.attention == "sliding_window" else torch.zeros_like(place)
@@ -166,11 +172,8 @@ def chunk_attention_chunked(
     values = torch.cat([before_values[:, :, unseen:], v], dim=2)
     bias = partial(_bias, pattern, phase=phase, chunks=chunks, dtype=q.dtype)
     table, entry = segments.shared(("bias", pattern, q.dtype), bias)
-    held, windows, laid = (
-        slice(phase, phase + length),
-        _windows(padded(keys, 0, empty), pattern),
-        padded(values, 0, empty),
-    )
+    windows, laid = _windows(padded(keys, 0, empty), pattern), padded(values, 0, empty)
+    held = slice(phase, phase + length)
     if chunks == 1 and FEW * length <= chunk:
         scores = queries @ windows[:, :, 0].mT + table[:, held][entry[:, 0]].unsqueeze(1)
         out = scores.softmax(-1).to(v.dtype) @ laid
@@ -359,17 +362,7 @@ class _AttentionToken:
             rotary_phases(positions, pattern.frequencies(width), dtype, device)[:, None] for positions in (place, turns)
         )
         slot = (position % (2 * chunk)).to(device).view(-1, 1, 1, 1)
-        unseen = ~_visible(pattern, segments)
+        held = position - (position - torch.arange(2 * chunk, device="cpu")) % (2 * chunk)
+        unseen = held < torch.maximum(pattern.first_position(position), segments.document_starts)
         bias = torch.zeros(unseen.shape, dtype=dtype, device="cpu").masked_fill_(unseen, -torch.inf)
         return cls(slot, key_phases, query_phases, bias.to(device).unsqueeze(1))
-
-
-def _visible(pattern: Pattern, segments: Segments) -> Tensor:
-    """Return the slots of the ring that the query sees, (B, 2c) bool on the CPU."""
-    chunk, position = pattern.chunk_size, segments.clock.position.unsqueeze(1)
-    held = position - (position - torch.arange(2 * chunk, device="cpu")) % (2 * chunk)
-    if pattern.attention == "sliding_window":
-        first = position - chunk + 1
-    else:
-        first = (position // chunk - pattern.lookback) * chunk
-    return held >= torch.maximum(first, segments.document_starts)

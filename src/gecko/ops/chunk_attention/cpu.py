@@ -87,12 +87,10 @@ def _turns(pattern: Pattern, x: Tensor) -> Tensor:
 
 def _first(pattern: Pattern, segments: Segments) -> Tensor:
     """Return the first slot that each query sees in the window of the previous and its own chunk, (B, T) int32."""
-    chunk, steps = pattern.chunk_size, torch.arange(segments.length, device="cpu")
-    position = segments.clock.position.unsqueeze(1)
-    place = (position + steps) % chunk
-    by_pattern = pattern.first_slot(place) + (1 - pattern.lookback) * chunk
-    begun = segments.document_starts - position
-    return torch.maximum(begun - (steps - place) + chunk, by_pattern).to(torch.int32).contiguous()
+    position = segments.clock.position.unsqueeze(1) + torch.arange(segments.length, device="cpu")
+    first = torch.maximum(segments.document_starts, pattern.first_position(position))
+    window = (position // pattern.chunk_size - 1) * pattern.chunk_size
+    return (first - window).to(torch.int32).contiguous()
 
 
 class ChunkAttentionCPU(CFunction):

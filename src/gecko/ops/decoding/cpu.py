@@ -26,62 +26,55 @@ two of them take many times as long as one for a network of a million weights.""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
 
+def _each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of one kind."""
+    return [(name, kind) for name in names.split()]
+
+
 class _Matrix(ctypes.Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("kind", "outputs", "inputs", "row_bytes")),
-        *((name, c_void_p) for name in ("weight", "scale", "bias")),
-    ]
+    _fields_ = [*_each(c_int64, "kind outputs inputs row_bytes"), *_each(c_void_p, "weight scale bias")]
 
 
 class _RunningNorm(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in ("scale", "shift", "count", "mean", "variance")]
+    _fields_ = _each(c_void_p, "scale shift count mean variance")
 
 
 class _ChunkSummaryStruct(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in ("weight", "key_sum", "value_sum")]
+    _fields_ = _each(c_void_p, "weight key_sum value_sum")
 
 
-_MIXER_MATRICES = ("to_shared", "to_query", "to_key", "to_value", "to_gate", "to_hidden", "to_output")
-_FEED_FORWARD_MATRICES = ("fc1", "fc3", "fc2")
+_MIXER_MATRICES = "to_shared to_query to_key to_value to_gate to_hidden to_output"
+_FEED_FORWARD_MATRICES = "fc1 fc3 fc2"
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("norm", _RunningNorm),
-        *((name, c_void_p) for name in ("cema_tables", "cema_skip", "cema", "cema_norm")),
-        *((name, _Matrix) for name in _MIXER_MATRICES),
-        *((name, c_void_p) for name in (
-            "qk_scale", "qk_shift", "query_scale", "key_scale", "keys", "values", "sink_keys", "sink_values", "memory",
-            "normaliser",
-        )),
-        ("previous", _ChunkSummaryStruct),
-        ("current", _ChunkSummaryStruct),
-        *((name, c_void_p) for name in ("previous_resets", "ffn_norm_scale", "ffn_norm_shift", "ffn_scale")),
-        *((name, _Matrix) for name in _FEED_FORWARD_MATRICES),
-    ]  # fmt: skip
+        *_each(c_void_p, "cema_tables cema_skip cema cema_norm"),
+        *_each(_Matrix, _MIXER_MATRICES),
+        *_each(c_void_p, "qk_scale qk_shift query_scale key_scale keys values sink_keys sink_values memory normaliser"),
+        *_each(_ChunkSummaryStruct, "previous current"),
+        *_each(c_void_p, "previous_resets ffn_norm_scale ffn_norm_shift ffn_scale"),
+        *_each(_Matrix, _FEED_FORWARD_MATRICES),
+    ]
 
 
 class _NetworkStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_int64) for name in (
-            "rows", "slots", "layers", "features", "heads", "key", "value", "hidden", "modes", "chunk", "groups",
-            "norm_groups", "vocabulary", "attention", "memory", "rope_heads", "swiglu", "two_hop", "cumulative",
-            "keys_are_bfloat16", "values_are_bfloat16", "key_heads", "sinks", "separate", "unit_queries", "steps_only",
-            "averages", "gate", "hidden_branch", "silu_values", "page_bytes",
-        )),
-        *((name, c_double) for name in ("beta_mean", "beta_variance", "eps", "embedding_scale")),
+        *_each(c_int64, "rows slots layers features heads key value hidden modes chunk groups norm_groups vocabulary"),
+        *_each(c_int64, "attention memory rope_heads swiglu two_hop cumulative keys_are_bfloat16 values_are_bfloat16"),
+        *_each(c_int64, "key_heads sinks separate unit_queries steps_only averages gate hidden_branch silu_values"),
+        ("page_bytes", c_int64),
+        *_each(c_double, "beta_mean beta_variance eps embedding_scale"),
         ("phases", c_void_p),
-        *((name, _Matrix) for name in ("embedding", "head")),
+        *_each(_Matrix, "embedding head"),
         ("final_norm", _RunningNorm),
         ("layer", POINTER(_Layer)),
-    ]  # fmt: skip
+    ]
 
 
 class _BatchStruct(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_int64),
-        *((name, c_void_p) for name in ("token", "slot", "position", "document_start", "logits", "hidden")),
-    ]
+    _fields_ = [("rows", c_int64), *_each(c_void_p, "token slot position document_start logits hidden")]
 
 
 _VECTOR, _HEADS, _KEY_HEADS = "features", "slots heads", "slots key_heads"
@@ -152,7 +145,7 @@ class Network:
         self._network = self._filled(_NetworkStruct, record | {"slots": self._sizes["slots"]})
         self._network.layer = self._layers
         self._room: dict[int, Tensor] = {}
-        names = *_MIXER_MATRICES, *_FEED_FORWARD_MATRICES
+        names = f"{_MIXER_MATRICES} {_FEED_FORWARD_MATRICES}".split()
         matrices = [self._network.head, *(getattr(layer, name) for layer in self._layers for name in names)]
         self._products = sum(int(matrix.outputs * matrix.inputs) for matrix in matrices)
         self._vocabulary, self._features, self._rows = (record[name] for name in ("vocabulary", "features", "rows"))

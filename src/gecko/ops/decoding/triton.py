@@ -19,13 +19,7 @@ from gecko.ops.chunk_attention.triton_layout import operand
 from gecko.ops.decoding import Record, Weights
 from gecko.ops.decoding.triton_mixer import enter_kernel, heads_kernel, mix_kernel
 from gecko.ops.decoding.triton_products import gated_kernel, norm_kernel, onto_kernel, project_kernel
-from gecko.ops.decoding.triton_rows import (
-    advance_kernel,
-    average_kernel,
-    choose_kernel,
-    draw_kernel,
-    embed_kernel,
-)
+from gecko.ops.decoding.triton_rows import advance_kernel, average_kernel, choose_kernel, draw_kernel, embed_kernel
 from gecko.ops.timestep_norm.triton import decay_arguments
 
 GRAPHS = 64
@@ -62,7 +56,8 @@ class Network:
         Raises:
             ValueError: a token is not in the vocabulary.
         """
-        self._check(tokens)
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
         rows = len(tokens)
         self._copy("token", list(tokens))
         self._copy_clock(rows)
@@ -124,10 +119,6 @@ class Network:
         if rows not in self._steps:
             self._steps[rows] = self._launches.step(rows)
         return self._steps[rows]
-
-    def _check(self, tokens: Sequence[int]) -> None:
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise ValueError(f"tokens must be ids in 0..{self._vocabulary - 1}; got {list(tokens)}.")
 
     def _replay(self, rows: int) -> None:
         """Run the launches of a step: one by one, and capture them, unless the interpreter runs them on the CPU; or as
@@ -347,12 +338,11 @@ class Launches:
         previous, current = layer.get("previous", {}), layer.get("current", {})
         return Launch(heads_kernel, (rows, net["heads"], tasks), {
             **self._of_heads(), "p_scale": scale, "p_shift": layer.get("qk_shift"), "p_phases": net["phases"],
-            "p_count": layer["norm"].get("count"), "p_keys": layer["keys"],
-            "p_sinks": layer.get("sink_keys"), "p_normaliser": layer.get("normaliser"),
-            "p_previous_weight": previous.get("weight"), "p_previous_keys": previous.get("key_sum"),
-            "p_previous_resets": layer.get("previous_resets"), "p_weight": current.get("weight"),
-            "p_key_sum": current.get("key_sum"), "p_rho": a.rho, "p_kept": a.kept, "p_entering": a.entering,
-            **self._eps, "before": _before(layer, "query"), "width": width,
+            "p_count": layer["norm"].get("count"), "p_keys": layer["keys"], "p_sinks": layer.get("sink_keys"),
+            "p_normaliser": layer.get("normaliser"), "p_previous_weight": previous.get("weight"),
+            "p_previous_keys": previous.get("key_sum"), "p_previous_resets": layer.get("previous_resets"),
+            "p_weight": current.get("weight"), "p_key_sum": current.get("key_sum"), "p_rho": a.rho, "p_kept": a.kept,
+            "p_entering": a.entering, **self._eps, "before": _before(layer, "query"), "width": width,
             "rope_heads": net["rope_heads"], "separate": bool(net["separate"]), "normal": bool(net["unit_queries"]),
             "slots": slots, "sink_slots": min(slots, tile(net["sinks"], 1)), "rows": sums,
         }, 4)  # fmt: skip

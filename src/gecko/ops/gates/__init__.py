@@ -50,8 +50,7 @@ def gated(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
     """
     batch, heads, length, features = attended.shape
     check_shape("gate", gate, (batch, length, heads * features))
-    if recalled is not None:
-        check_shape("recalled", recalled, tuple(attended.shape))
+    check_shape("recalled", recalled, tuple(attended.shape))
     match choose_backend(attended, gate, recalled):
         case "triton":
             from gecko.ops.gates.triton import gated_triton

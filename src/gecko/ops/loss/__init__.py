@@ -152,7 +152,6 @@ def _blocks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
 
 
 def _block_size(hidden: Tensor, vocabulary: int) -> int:
-    """Return the number of tokens per block."""
     if on_gpu(hidden):  # whole tiles of products
         return max(128, GPU_BLOCK_ELEMENTS // vocabulary // 128 * 128)
     return max(FEWEST_TOKENS, BLOCK_ELEMENTS // vocabulary)

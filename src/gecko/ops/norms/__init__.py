@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
 from gecko.ops.backends.dispatch import Backend, choose_backend
 from gecko.ops.common import check_affine, check_shape, compute_dtype
 
@@ -133,11 +133,6 @@ def norm_of_sum(
     return group_rms_norm(x, weight, groups, eps, dtype), x
 
 
-_STEPS, _PARTS = 16, 64
-"""Minimum steps per part, and maximum number of parts. Each part sums the gradients of weight and bias separately. The
-numbers are constant so that the sums do not depend on the number of threads."""
-
-
 class GroupNormCPU(CFunction):
     """Save x, and the rstd and (if centered) mean of every slice."""
 
@@ -156,12 +151,9 @@ class GroupNormCPU(CFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, kept = saved(ctx)
         features, (steps, groups) = x.shape[-1], kept.shape[1:]
-        parts = min(_PARTS, -(-steps // _STEPS))
-        grad_x, affine = torch.empty_like(x), x.new_empty(2, parts, features)
-        call(
-            "norms_backward", x, weight, kept, grad.contiguous(), grad_x, *affine, ctx.centered, parts, steps, groups,
-            features // groups,
-        )  # fmt: skip
+        grad_x, affine = torch.empty_like(x), x.new_empty(2, parts(steps, 16), features)
+        sizes = affine.shape[1], steps, groups, features // groups
+        call("norms_backward", x, weight, kept, grad.contiguous(), grad_x, *affine, ctx.centered, *sizes)
         by_weight, by_bias = affine.sum(1).unbind()
         return grad_x, None if weight is None else by_weight, None if bias is None else by_bias, None, None, None
 

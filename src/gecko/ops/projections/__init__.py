@@ -42,10 +42,8 @@ def projections(
     """
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         check_shape(f"weights[{i}]", weight, (len(weight), x.shape[-1]))
-        if bias is not None:
-            check_shape(f"biases[{i}]", bias, (len(weight),))
-    if onto is not None:
-        check_shape("onto", onto, (*x.shape[:-1], len(weights[-1])))
+        check_shape(f"biases[{i}]", bias, (len(weight),))
+    check_shape("onto", onto, (*x.shape[:-1], len(weights[-1])))
     if packed_weights_run_on(x, weights, (*biases, onto)):
         return ProjectionsCPU.run(products_are_rounded(), x, onto, *weights, *biases)
     if gpu_functions_run_on(x, *weights, *biases):

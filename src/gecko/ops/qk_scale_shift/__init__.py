@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import check_shape, compute_dtype, slices
 from gecko.ops.norms import group_rms_norm, rms_normalise, rms_normalise_grad
+
+__all__ = ["qk_scale_shift", "qk_scale_shift_reference"]
 
 
 def qk_scale_shift_reference(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
     """Compute ``qk_scale_shift`` for tensors of one dtype, float32 or wider."""
     normal = group_rms_norm(z, None, heads, eps).unsqueeze(2)
-    rows = torch.addcmul(offset, normal, (1 + scale) / math.sqrt(z.shape[-1] // heads))
+    rows = torch.addcmul(offset, normal, _factor(scale, heads))
     return rows.unflatten(-1, (heads, -1)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
-
-
-__all__ = ["qk_scale_shift", "qk_scale_shift_reference"]
 
 
 def qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
@@ -100,13 +99,6 @@ def _by_row(x: Tensor, heads: int) -> Tensor:
     return x.view(len(x), 1, heads, 1, -1)
 
 
-_TILE = 64
-"""Same as in cpu.c."""
-_GROUPS = 64
-"""Maximum groups of tiles. Each group sums the gradients of scale and offset separately. The number is constant so that
-the sums do not depend on the number of threads."""
-
-
 class QKScaleShiftCPU(CFunction):
     @staticmethod
     def forward(ctx: Any, z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: float) -> tuple[Tensor, ...]:
@@ -124,7 +116,7 @@ class QKScaleShiftCPU(CFunction):
         z, scale = saved(ctx)
         given = tuple(None if grad is None else grad.contiguous() for grad in grads)
         batch, length, features = z.shape
-        groups = min(_GROUPS, -(-batch * length // _TILE))
+        groups = parts(batch * length, 64)  # of whole tiles in cpu.c
         grad_z, sums = torch.empty_like(z), z.new_zeros(2, groups, *scale.shape)
         call(
             "qk_scale_shift_backward", z, scale, given, grad_z, *sums,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import CFunction, call, save, saved
+from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
 from gecko.ops.backends.dispatch import choose_backend
 from gecko.ops.common import check_affine, check_shape, compute_dtype, full_precision, layout_of_call, run_by_length
 from gecko.ops.timestep_norm.chunked import (
@@ -87,11 +87,6 @@ def timestep_norm(
         return standardise(wide, mean, variance, weight, bias, eps).to(wanted), state
 
 
-_STEPS, _PARTS = 16, 64
-"""Minimum steps per part, and maximum number of parts. Each part sums the gradients of weight and bias separately. The
-numbers are constant so that the sums do not depend on the number of threads."""
-
-
 class TimestepNormCPU(CFunction):
     """Save x, the mean and rstd of every step and group, and the bias correction factors of every step."""
 
@@ -115,13 +110,12 @@ class TimestepNormCPU(CFunction):
     def backward(ctx: Any, grad: Tensor, _: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, starts, betas, factors, kept = saved(ctx)
         (batch, length, features), groups = x.shape, mean.shape[1]
-        parts = min(_PARTS, -(-batch * length // _STEPS))
         grad_x, grad_mean, grad_variance = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
-        room, affine = x.new_empty(3, batch, length, groups), x.new_empty(2, parts, features)
+        room, affine = x.new_empty(3, batch, length, groups), x.new_empty(2, parts(batch * length, 16), features)
         call(
             "timestep_norm_backward", x, weight, mean, starts, betas, factors, kept, room, grad.contiguous(),
-            *(g.contiguous() for g in grads), grad_x, *affine, grad_mean, grad_variance, parts, batch, length, groups,
-            features // groups,
+            *(g.contiguous() for g in grads), grad_x, *affine, grad_mean, grad_variance, affine.shape[1], batch,
+            length, groups, features // groups,
         )  # fmt: skip
         grad_weight, grad_bias = (None, None) if weight is None else affine.sum(1).unbind()
         return grad_x, grad_weight, grad_bias, grad_mean, grad_variance, None, None, None, None, None

@@ -6,7 +6,6 @@ dominates, so that form has few operations.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,14 +56,9 @@ def decayed_statistics(
     # In float64: from a float32 β = 0.9999, 1 − β would be wrong by 1 part in 1,700.
     added = (1 - beta).to(x.dtype) * torch.cat([mu, sigma2], dim=-1)
     before = torch.cat([state.mean, state.variance], dim=-1)
-    if x.shape[1] == 1:
-        running = beta.to(x.dtype) * (before * segments.continues.to(x.dtype)).unsqueeze(1) + added
-    else:
-        running = decayed_sum(added, beta, before, ScanPlan.of(segments))
+    running = decayed_sum(added, beta, before, ScanPlan.of(segments))
     count = _counts(state, segments)
-    logarithms = torch.tensor([math.log(b) if b > 0 else -math.inf for b in betas], dtype=x.dtype, device="cpu")
-    log_beta = to_device(logarithms.repeat_interleave(groups), x.device)
-    corrected = running / -torch.expm1(count.unsqueeze(-1) * log_beta)
+    corrected = running / -torch.expm1(count.unsqueeze(-1) * beta.log().to(x.dtype))
     mean, variance = corrected.split(groups, dim=-1)
     last_mean, last_variance = running[:, -1].split(groups, dim=-1)
     return mean, variance, type(state)(count[:, -1], last_mean, last_variance)

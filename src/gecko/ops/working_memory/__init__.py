@@ -26,15 +26,7 @@ from gecko.ops.common import (
     run_by_length,
 )
 from gecko.ops.working_memory.chunked import Grid, enter_chunked, working_memory_by_chunk, working_memory_step
-from gecko.ops.working_memory.rules import (
-    RULES,
-    Adaptive,
-    ChunkSummary,
-    Entered,
-    Orthogonal,
-    Rule,
-    WorkingMemoryState,
-)
+from gecko.ops.working_memory.rules import RULES, Adaptive, ChunkSummary, Entered, Orthogonal, Rule, WorkingMemoryState
 from gecko.runtime.tensors import to_device
 from gecko.segments import ContextExchange, Pending, Segments
 

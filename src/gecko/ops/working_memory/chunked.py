@@ -126,9 +126,6 @@ class AffineChain(torch.autograd.Function):
         return grad_b @ memories.mT, grad_b, total.view(grad_last.shape)
 
 
-affine_chain = AffineChain.apply
-
-
 def segmented_scan(combine: Callable[[Tensor, Tensor], Tensor], x: Tensor, first: Tensor) -> Tensor:
     """Return the inclusive scan over x_{first_i}, …, x_i for each i, in log₂ n steps.
 
@@ -193,10 +190,10 @@ def enter_chunked(
     a = a.masked_fill(resets[:, None, :-1, None, None], 0)
 
     def affine_map() -> Tensor:
-        return affine_chain(a, *with_identity(b, state.memory))[1]
+        return AffineChain.apply(a, *with_identity(b, state.memory))[1]
 
     def read(memory: Tensor) -> tuple[Tensor, WorkingMemoryState]:
-        memories, last = affine_chain(a, b, memory)
+        memories, last = AffineChain.apply(a, b, memory)
         out = rule.read(q, grid.allowed, memories, normalisers[:, :, :-2])
         end, completed = grid.chunks - (grid.empty > 0), grid.empty == 0
         after = type(state)(

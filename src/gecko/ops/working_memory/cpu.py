@@ -16,14 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import call, save, saved
 from gecko.ops.working_memory.chunked import Grid
-from gecko.ops.working_memory.rules import (
-    ChunkSummary,
-    Entered,
-    Rule,
-    WorkingMemoryState,
-    empty_summary,
-    with_identity,
-)
+from gecko.ops.working_memory.rules import ChunkSummary, Entered, Rule, WorkingMemoryState, empty_summary, with_identity
 from gecko.segments import Segments
 
 
@@ -32,9 +25,7 @@ def enter_cpu(
 ) -> Entered:
     """Summarise the chunks of rows with the same chunk offset. The kernels do so for the map and for the reads."""
     grid = Grid.of(segments, chunk_size)
-    spans = segments.shared(
-        ("memory spans", chunk_size), lambda given: Spans.of(Grid.of(given, chunk_size), chunk_size, given)
-    )
+    spans = segments.shared(("memory spans", chunk_size), lambda given: Spans.of(given, chunk_size))
     resets = torch.cat([state.previous_resets.unsqueeze(1), grid.resets], dim=1).to(torch.bool)
 
     def affine_map() -> Tensor:
@@ -81,7 +72,8 @@ class Spans:
     allowed: Tensor
 
     @classmethod
-    def of(cls, grid: Grid, chunk_size: int, segments: Segments) -> Spans:
+    def of(cls, segments: Segments, chunk_size: int) -> Spans:
+        grid = Grid.of(segments, chunk_size)
         counted, allowed = (mask.sum((1, 3, 4)) for mask in (grid.counted, grid.allowed))
         phase, chunks, ends = grid.phase, grid.chunks, segments.ends
         if ends is None:

@@ -155,11 +155,7 @@ def chain_backward(
     return grad_a, grad_first, grad_b, grad_rho.sum(2), _last(steps, even, odd)
 
 
-def _saved_of_chain(inputs, output):
-    return *inputs[:4], output[0]
-
-
-@custom_op("memory_chain", chain_backward, of=range(5), saves=_saved_of_chain, zeros=False)
+@custom_op("memory_chain", chain_backward, range(5), lambda inputs, output: (*inputs[:4], output[0]), zeros=False)
 def chain(
     a: Tensor, first: Tensor, b: Tensor, rho: Tensor, initial: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
