@@ -127,11 +127,15 @@ def test_memory_inside_an_operator_is_counted() -> None:
     assert ledger.peak().total - ledger.in_use >= v.itemsize * (2 * chunks - 1) * chunk**2
 
 
-def test_gradients_that_a_graph_adds_into_exist_all_along() -> None:
-    run = run_of(SMALL, ALONE)
-    plain, captured = (dry_step(replace(run, capture=capture), ALONE, 0)[0].peak() for capture in (False, True))
-    gradients = sum(x.numel() for x in gecko.Gecko(SMALL).parameters()) * 4
-    assert captured.uses["gradients"] == pytest.approx(gradients, rel=1e-2) != plain.uses.get("gradients", 0)
+@pytest.mark.parametrize("sizes", [ALONE, TWO])
+def test_gradients_that_a_graph_adds_into_exist_all_along(sizes: MeshSizes) -> None:
+    """With several ranks each also has all weights, beside its shard."""
+    run = run_of(SMALL, sizes)
+    plain, captured = (dry_step(replace(run, capture=capture), sizes, 0)[0].peak() for capture in (False, True))
+    size = sum(x.numel() for x in gecko.Gecko(SMALL).parameters()) * 4
+    assert captured.uses["gradients"] == pytest.approx(size, rel=1e-2) != plain.uses.get("gradients", 0)
+    more = captured.uses["parameters"] - plain.uses["parameters"]
+    assert more == (0 if sizes is ALONE else pytest.approx(size, rel=1e-2))
 
 
 def test_the_plan_is_verified(steps: dict[int, tuple[MemoryLedger, Trace]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +165,7 @@ def test_graphs_do_not_depend_on_the_depth() -> None:
         (GECKO, SHARED, {"gradient_accumulation_steps": 3, "batch_size": 12}),
         (GECKO, FOUR, {"activation_checkpointing": "full"}),
         (replace(GECKO, memory="none", attention="chunk", vocab_size=32_000), FOUR, {}),
+        (GECKO, MeshSizes(2, 2, 1), {"capture": True, "gradient_accumulation_steps": 2, "batch_size": 8}),
         (LLAMA, ALONE, {}),
         (LLAMA, TWO, {"activation_checkpointing": "full", "gradient_accumulation_steps": 2}),
     ],

@@ -117,17 +117,19 @@ def test_traffic_of_one_gpu_is_none_and_grows_as_rings_do() -> None:
     config, gpu = config_of({}), GPUS["h100"]
     groups = group_sizes(config, bfloat16=True)
 
-    def planned(*sizes: int) -> Plan:
+    def planned(*sizes: int, **changes: Any) -> Plan:
         mesh = MeshSizes(*sizes)
-        run = replace(TINY, model=config, precision="bfloat16", batch_size=4 * mesh.data_ranks)
+        run = replace(TINY, model=config, precision="bfloat16", batch_size=4 * mesh.data_ranks, **changes)
         return Plan(replace(run, gradient_accumulation_steps=2), gpu, mesh, Assumptions())
 
-    def sent(*sizes: int) -> dict[str, float]:
-        return {name: kind.size for name, kind in planned(*sizes).traffic.items()}
+    def sent(*sizes: int, **changes: Any) -> dict[str, float]:
+        return {name: kind.size for name, kind in planned(*sizes, **changes).traffic.items()}
 
     assert set(sent(1, 1, 1).values()) == {0.0}
     assert sent(1, 4, 1)["gather weights"] == 3 / 4 * 2 * (2 * groups.blocks + groups.rest)
     assert sent(1, 4, 1)["reduce gradients"] == 3 / 4 * 2 * groups.gradients
+    captured = sent(1, 4, 1, capture=True)
+    assert captured["gather weights"] == captured["reduce gradients"] == 3 / 4 * groups.gradients
     assert sent(8, 4, 1)["sum over replicas"] == 2 * 7 / 8 * groups.gradients / 4
     assert sent(1, 1, 2)["context exchange"] == 2 * 2 * 4 * counts_of(config).context_bytes(2, 2)
     # Measured with gloo: benchmarks/results/context_exchange.md.

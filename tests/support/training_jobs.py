@@ -34,6 +34,7 @@ from gecko.models import LanguageModel, build_model, meta_model
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched
 from gecko.parallel.sharding import empty_sharded_model, fill, whole
 from gecko.train import Run, train
+from gecko.train.capture import CapturedGradients
 from gecko.train.checkpoints import CachedPlanner, Checkpointer
 from gecko.train.data import Prefetcher, whole_corpus
 from gecko.train.evaluate import HeldOut, evaluate
@@ -165,12 +166,35 @@ def steps_of_replicas_that_round(runs: list[Run]) -> list[dict[str, Any]]:
         return exact_steps(runs, 2)
 
 
-def _exact_steps(run: Run, steps: int, ranks: Ranks) -> dict[str, Any]:
+def captured_steps(runs: list[Run], steps: int) -> list[list[dict[str, Any]]]:
+    """Return the ``exact_steps`` of each run without documents, plain and captured; a graph's replay is made again."""
+    with ranks_of(runs[0]) as ranks, mock.patch("gecko.train.capture.Recorder", Repeated):
+        ways = False, True
+        return [[_exact_steps(run, steps, ranks, documents=False, capture=way) for way in ways] for run in runs]
+
+
+class Repeated:
+    """Computes again in the place of a graph's replay."""
+
+    def __init__(self, _: torch.device) -> None:
+        pass
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        return compute(), compute
+
+
+def _exact_steps(
+    run: Run, steps: int, ranks: Ranks, *, documents: bool = True, capture: bool = False
+) -> dict[str, Any]:
     model = model_of(run, ranks, dtype=torch.float64)
-    training_step = Step(model, build_optimizer(model, run.optimizer), 1.0, run.precision, ranks=ranks)
+    captured = CapturedGradients(model, run.precision, ranks) if capture else None
+    optimizer = build_optimizer(model, run.optimizer)
+    training_step = Step(model, optimizer, 1.0, run.precision, ranks=ranks, captured=captured)
     curve = []
     for step in range(steps):
-        parts = split_batch(mine(whole_batch(run, step), ranks), run.gradient_accumulation_steps, CPU, ranks)
+        batch = mine(whole_batch(run, step), ranks)
+        batch = batch if documents else Batch(batch.tokens, batch.targets, torch.zeros_like(batch.segment_ids))
+        parts = split_batch(batch, run.gradient_accumulation_steps, CPU, ranks)
         result = training_step.start(parts, 1e-2).wait()
         curve.append((result.loss, result.grad_norm))
     return {"curve": curve, "parameters": {n: whole(p).detach().numpy() for n, p in model.named_parameters()}}

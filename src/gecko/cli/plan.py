@@ -47,6 +47,13 @@ WORDS = {
     "context exchange": "{layer} per layer and row forward, the same backward",
 }
 """What each part of memory, FLOPs and traffic is, with numbers of the plan."""
+CAPTURED = {
+    "parameters": "float32, divided among {divided} GPUs, and whole for captured steps",
+    "gradients": "float32, whole for captured steps",
+    "gather weights": "float32, once a step",
+    "reduce gradients": "float32, once a step, over {divided} GPUs",
+}
+"""The same of ``capture=true`` on several GPUs."""
 
 
 class PlanTraining(Command):
@@ -172,7 +179,8 @@ def _print(recipe: str, plan: Plan, known: Mapping[str, Any]) -> None:
         "keys": counts.keys(run.sequence_length),
         "layer": readable(counts.context_bytes(plan.itemsize, sizes.context)),
     }  # fmt: skip
-    notes = {part: words.format(**values) for part, words in WORDS.items()}
+    captured = CAPTURED if run.capture and plan.gpus > 1 else {}
+    notes = {part: words.format(**values) for part, words in {**WORDS, **captured}.items()}
     console.print(
         f"[bold]{escape(recipe)}[/bold] on {plan.gpus} × {plan.gpu.name}: {sizes.replicate} × {sizes.shard} groups of "
         f"rows (replicate × shard), {sizes.context} GPUs per row (context); {run.tokens_per_step:,} tokens per "
@@ -189,7 +197,7 @@ def _print(recipe: str, plan: Plan, known: Mapping[str, Any]) -> None:
         f"compute        {plan.computing:8.3f} s   at {assumed.efficiency:.0%} of {plan.gpu.peak / 1e12:,.0f} TFLOP/s "
         "(assumed)\n"
         f"communication  {plan.communicating:8.3f} s   before overlap\n"
-        f"step           {plan.step_seconds:8.3f} s   up to {assumed.overlap:.0%} of compute hides communication "
+        f"step           {plan.step_seconds:8.3f} s   up to {plan.overlap:.0%} of compute hides communication "
         f"(assumed); {known['tokens_per_second']:,.0f} tokens/s, MFU {plan.utilisation:.0%}"
     )
     if plan.days is not None and run.steps is not None:

@@ -1,6 +1,7 @@
 """Models divided among ranks: for training (FSDP2), and for inference (tensor parallelism).
 
-**Training**: ranks shard the parameters, gradients and optimizer state.
+**Training**: ranks shard the parameters, gradients and optimizer state. A block's parameters are gathered when it runs
+(``shard_model``), or all of them once a step (``WholeModel``).
 
 **Inference**: each rank computes some heads, CEMA channels and feed-forward features. A block exchanges three tensors
 of the width of the residual stream: the outputs of CEMA, which its norm needs whole, the sum of the mixer and the sum
@@ -15,15 +16,17 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import pad
 
 from gecko.config import PAPER, GeckoConfig
 from gecko.layers import CEMA, FeedForward, linear, project
 from gecko.layers.gated_attention import GatedAttention, Heads, MixerState
-from gecko.models import LanguageModel
+from gecko.models import LanguageModel, meta_model
 from gecko.models.gecko import Block, Gecko
 from gecko.runtime.tensors import map_tensors
 from gecko.segments import Segments
@@ -82,6 +85,68 @@ def release(model: nn.Module) -> None:
     """Free the gathered parameters of the root module, which a forward pass without a backward pass keeps."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+class WholeModel:
+    """A model with the whole parameters of a sharded one on every rank. Nothing is communicated inside its steps, and
+    its parameters stay where they are. Each rank has whole rows."""
+
+    def __init__(self, sharded: LanguageModel) -> None:
+        first = cast(DTensor, next(sharded.parameters()))
+        self._sharded, self.model = sharded, meta_model(sharded.config).to(first.dtype).to_empty(device=first.device)
+        self.model.tie()
+        mesh = first.device_mesh
+        self._shards, self._shard_group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+        self._replica_group = mesh.get_group(0) if mesh.ndim > 1 else None
+        self._buckets: list[list[tuple[DTensor, nn.Parameter]]] = []
+        """Parameters of each block, and the others, with their whole copies."""
+        seen = set[nn.Parameter]()
+        for part, copy in (*zip(sharded.blocks, self.model.blocks, strict=True), (sharded, self.model)):
+            pairs: Any = zip(part.parameters(), copy.parameters(), strict=True)
+            self._buckets.append([pair for pair in pairs if pair[1] not in seen])
+            seen.update(copy.parameters())
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Set the parameters to those of the sharded model, by one collective for each block."""
+        model, sharded = self.model, self._sharded
+        model.z_loss, model.activation_checkpointing = sharded.z_loss, sharded.activation_checkpointing
+        for bucket in self._buckets:
+            sizes = [self._padded(copy) for _, copy in bucket]
+            parts = [part.to_local().flatten() for part, _ in bucket]
+            sent = torch.cat([pad(part, (0, size - len(part))) for part, size in zip(parts, sizes, strict=True)])
+            found = sent.new_empty(self._shards, len(sent))
+            dist.all_gather(list(found), sent, self._shard_group)
+            for (_, copy), rows in zip(bucket, found.split(sizes, 1), strict=True):
+                copy.copy_(rows.flatten()[: copy.numel()].view_as(copy))
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Set the gradients of the sharded model to the sums of the ranks' gradients of this one, by one collective for
+        each block, and another one among replicas."""
+        for bucket in self._buckets:
+            sizes = [self._padded(copy) for _, copy in bucket]
+            grads = [torch.zeros_like(copy) if copy.grad is None else copy.grad for _, copy in bucket]
+            rows = [
+                pad(grad.flatten(), (0, self._shards * size - grad.numel())).view(self._shards, size)
+                for grad, size in zip(grads, sizes, strict=True)
+            ]
+            sent = torch.cat(rows, 1)
+            found = sent.new_empty(sum(sizes))
+            dist.reduce_scatter(found, list(sent), group=self._shard_group)
+            if self._replica_group is not None:
+                dist.all_reduce(found, group=self._replica_group)
+            for (part, copy), summed in zip(bucket, found.split(sizes), strict=True):
+                here = part.to_local()
+                grad = DTensor.from_local(
+                    summed[: here.numel()].view_as(here), part.device_mesh, part.placements, run_check=False,
+                    shape=part.shape, stride=part.stride(),
+                )  # fmt: skip
+                part.grad = None if copy.grad is None else grad
+
+    def _padded(self, parameter: Tensor) -> int:
+        """Return the numbers of the largest shard of a parameter; ranks divide its first dimension."""
+        return -(-len(parameter) // self._shards) * parameter[0].numel()
 
 
 def whole(tensor: Any) -> Tensor:

@@ -11,15 +11,12 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple, get_args
 
-import torch
-
 from gecko.models.gecko import ActivationCheckpointing
 from gecko.ops.backends.dispatch import triton_kernels_installed
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan.counts import FLOAT, HALF, counts_of, group_sizes, state_memory, step_memory
 from gecko.plan.device import GRADIENTS, KEPT, LOSS, OPTIMIZER, PARAMETERS, WORK
 from gecko.records import unknown_name
-from gecko.train.capture import check_capture
 from gecko.train.run import Run
 from gecko.train.throughput import PEAK_FLOPS, flops_per_token
 
@@ -104,12 +101,16 @@ class Plan:
         if self.mode == "full":
             # A block's last product is not needed for any gradient inside it, and PyTorch stops before it.
             self.recomputed -= 2.0 * run.model.num_layers * run.model.model_dim * run.model.ffn_dim
-        sent, copies = parts * (self.divided - 1) / self.divided, (sizes.replicate - 1) / sizes.replicate
+        sent, copies = (self.divided - 1) / self.divided, (sizes.replicate - 1) / sizes.replicate
         groups = group_sizes(run.model, bfloat16=self.itemsize == HALF)
+        # Captured steps gather all weights, in float32 as gradients, and reduce these once, while they do nothing else.
+        gathered, reduced = parts * (2 * groups.blocks + groups.rest), parts * groups.gradients
+        if run.capture:
+            gathered = reduced = groups.gradients
         exchanged = counts.context_bytes(self.itemsize, sizes.context) if sizes.context > 1 else 0
         self.traffic = {
-            "gather weights": self._ring(sent * (2 * groups.blocks + groups.rest), self.divided),
-            "reduce gradients": self._ring(sent * groups.gradients, self.divided),
+            "gather weights": self._ring(sent * gathered, self.divided),
+            "reduce gradients": self._ring(sent * reduced, self.divided),
             "sum over replicas": self._ring(2 * copies * groups.gradients / self.divided, self.gpus),
             "context exchange": self._ring(2 * rank_rows * run.model.num_layers * exchanged, sizes.context),
         }
@@ -117,7 +118,8 @@ class Plan:
         flops = sum(part.total for part in self.flops.values()) + self.recomputed
         self.computing = self.tokens * flops / (gpu.peak * assumptions.efficiency)
         self.communicating = sum(kind.size / kind.bandwidth for kind in self.traffic.values())
-        self.step_seconds = self.computing + max(0.0, self.communicating - assumptions.overlap * self.computing)
+        self.overlap = 0.0 if run.capture else assumptions.overlap
+        self.step_seconds = self.computing + max(0.0, self.communicating - self.overlap * self.computing)
         self.days = None if run.steps is None else run.steps * self.step_seconds / 86_400
         """Days for all steps; None if the run has no number of steps."""
         self.gpu_hours = None if self.days is None else self.days * 24 * self.gpus
@@ -175,8 +177,6 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
     for name, value in vars(assumptions).items():
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
-    if run.capture:
-        check_capture(torch.device("cuda"), gpus)
     mesh, remedy = run.parallel, "--gpus: with parallel.replicate=1 parallel.shard=none a multiple of context"
     return Plan(run, gpu, MeshSizes.of(gpus, mesh.replicate, mesh.shard, mesh.context, remedy), assumptions)
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 from gecko.ops.backends import dispatch
 from gecko.runtime.private import active_fake_mode, dispatch_modes, fake_tensors, group_of_collective
+from gecko.train import capture
 
 DEVICE = torch.device("cpu")
 """Where tensors of the device are for PyTorch."""
@@ -65,12 +66,14 @@ class FakeGPU(TorchDispatchMode):
         fake = self._module.FakeTensor
         patches = [
             patch.object(fake, "is_cuda", True, create=True),
+            patch.object(fake, "data_ptr", lambda _: 0, create=True),  # captured steps ask whether parameters moved
             patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),  # broadcasts ask for it
             # Operators do what they do where no mode watches, and what they allocate inside is seen.
             patch.object(dispatch, "dispatch_modes", lambda: dispatch_modes() - 2),
             patch.object(dispatch, "PLAIN", (*dispatch.PLAIN, fake)),
             patch.object(dispatch, "_cpu_kernels_installed", lambda: False),
             patch.object(dispatch.Launch, "run", lambda launch: None),
+            patch.object(capture, "Recorder", lambda _: lambda compute: (compute(), compute)),
         ]
         with ExitStack() as stack:
             for context in (self._fakes, *patches, self):

@@ -37,9 +37,10 @@ from gecko.plan.device import DEVICE, Agreement, Call, FakeGPU, MemoryLedger, Pe
 from gecko.runtime.private import backward_pass, fake_store, forget_meshes
 from gecko.runtime.tensors import memory_gib
 from gecko.train import Run, ScheduleSettings
+from gecko.train.capture import CapturedGradients
 from gecko.train.model import compile_block, configured
 from gecko.train.optimizer import build_optimizer
-from gecko.train.step import CarriedState, SpikeRule, Step, carried_state, compute_gradients, split_batch
+from gecko.train.step import CarriedState, SpikeRule, Step, carried_state, split_batch
 
 T = TypeVar("T")
 
@@ -131,13 +132,11 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     norm = whole(nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
     optimizer.step()
-    captured = None
-    if run.capture:  # graphs add into gradients that stay where they are
-        captured = partial(compute_gradients, model, precision=run.precision)
-        ledger.mark((x.grad for x in model.parameters()), device.GRADIENTS)
-    else:
-        optimizer.zero_grad(set_to_none=True)
-    _watch_parts(model, optimizer, ledger)
+    optimizer.zero_grad(set_to_none=True)
+    captured = CapturedGradients(model, run.precision, ranks) if run.capture else None
+    computing = model if captured is None else captured.model
+    ledger.mark(_local(computing.parameters()), device.PARAMETERS)
+    _watch_parts(computing, optimizer, ledger)
     rule = SpikeRule(run.skip, device=DEVICE)
     step = Step(model, optimizer, run.optimizer.clip, run.precision, rule, ranks, carried, captured)
     _mark_carried(carried, ledger)
@@ -145,7 +144,7 @@ def _step(run: Run, ranks: Ranks, batch: Batch, ledger: MemoryLedger, trace: Tra
     ledger.restart()
     trace.calls.clear()
     step.start(split_batch(batch, run.gradient_accumulation_steps, DEVICE, ranks), run.optimizer.learning_rate)
-    ledger.mark(_local(parameter.grad for parameter in model.parameters()), device.GRADIENTS)
+    ledger.mark(_local(x.grad for each in (model, computing) for x in each.parameters()), device.GRADIENTS)
     if carried is not None:
         carried.advance()
         _mark_carried(carried, ledger)

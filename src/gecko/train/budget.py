@@ -195,7 +195,7 @@ def _step_seconds(
     If a step takes longer than ``limit``, estimate it from one row: measuring it would use up the time for training.
     """
     device, full = next(model.parameters()).device, run.schedule.first_full_step
-    captured = CapturedGradients(model, run.precision) if run.capture else None
+    captured = CapturedGradients(model, run.precision, ranks) if run.capture else None
     optimizer = build_optimizer(model, run.optimizer)  # with a learning rate of 0
     step = Step(model, optimizer, run.optimizer.clip, run.precision, ranks=ranks, captured=captured)
 

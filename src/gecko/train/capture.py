@@ -18,6 +18,8 @@ from torch import Tensor
 
 from gecko.models import LanguageModel
 from gecko.models.gecko import trained_targets
+from gecko.parallel.mesh import ALONE, Ranks
+from gecko.parallel.sharding import WholeModel
 from gecko.runtime.tensors import without_copies
 from gecko.segments import Segments
 from gecko.train.run import Precision
@@ -32,19 +34,21 @@ Given = tuple[Tensor, Tensor, Tensor]
 """Tokens (B, T), trained targets (B, T) and weight () of a part."""
 
 
-def check_capture(device: torch.device, world: int) -> None:
-    """Raise ValueError unless steps of ``world`` ranks can be captured on the device."""
-    if device.type != "cuda" or world > 1:
-        where = f"{world} ranks" if world > 1 else device.type
-        raise ValueError(f"capture=true takes one process on a CUDA device; got {where}. Set capture=false.")
+def check_capture(device: torch.device) -> None:
+    """Raise ValueError unless steps can be captured on the device."""
+    if device.type != "cuda":
+        raise ValueError(f"capture=true takes a CUDA device; got {device.type}. Set capture=false.")
 
 
 class CapturedGradients:
-    """Computes what ``compute_gradients`` computes in one process, from graphs, in gradients that stay where they are.
-    Hooks of modules run only while a graph is captured."""
+    """Computes what ``compute_gradients`` computes, from graphs, in gradients that stay where they are. Several ranks
+    gather the whole parameters before, and sum the gradients afterwards, outside the graphs. Hooks of modules run only
+    while a graph is captured."""
 
-    def __init__(self, model: LanguageModel, precision: Precision) -> None:
-        self._model, self._precision, self._most = model, precision, MOST_GRAPHS
+    def __init__(self, model: LanguageModel, precision: Precision, ranks: Ranks = ALONE) -> None:
+        self._ranks, self._whole = ranks, WholeModel(model) if ranks.world > 1 else None
+        self.model = model if self._whole is None else self._whole.model
+        self._precision, self._most = precision, MOST_GRAPHS
         self._graphs: list[_Graph] = []
         """That which was used last comes first."""
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
@@ -54,10 +58,20 @@ class CapturedGradients:
         self._recorder = Recorder(next(model.parameters()).device)
 
     def __call__(self, parts: Sequence[BatchPart]) -> Tensor:
-        """Replace the parameters' gradients by those of the parts, and return their loss, () float64 on the device.
+        """Replace the parameters' gradients by those of all ranks' parts, and return their loss, () float64 on the
+        device.
 
         RuntimeError: a step of this model and shape cannot be captured. OutOfMemoryError: the memory does not suffice.
         """
+        if self._whole is None:
+            return self._fitting(parts)
+        self._whole.gather()
+        loss = self._fitting(parts)
+        self._whole.reduce()
+        return self._ranks.sum_on_device(loss)
+
+    def _fitting(self, parts: Sequence[BatchPart]) -> Tensor:
+        """Compute on this rank, with one graph if several do not fit."""
         try:
             return self._sum(parts)
         except torch.OutOfMemoryError:
@@ -68,9 +82,9 @@ class CapturedGradients:
         return self._sum(parts)
 
     def _sum(self, parts: Sequence[BatchPart]) -> Tensor:
-        every, buffers = list(self._model.parameters()), self._model.buffers()
+        every, buffers = list(self.model.parameters()), self.model.buffers()
         fixed = [
-            self._model.z_loss, self._model.activation_checkpointing, *((x.data_ptr(), x.requires_grad) for x in every),
+            self.model.z_loss, self.model.activation_checkpointing, *((x.data_ptr(), x.requires_grad) for x in every),
             *(x.data_ptr() for x in buffers),
         ]  # fmt: skip
         if self._fixed != fixed:
@@ -129,7 +143,7 @@ class CapturedGradients:
     def _compute(self, given: Given, segments: Segments) -> Tensor:
         tokens, targets, weight = given
         with autocast(self._precision, tokens.device):
-            mean = self._model.loss_of_layout(tokens, targets, segments)
+            mean = self.model.loss_of_layout(tokens, targets, segments)
         return add_gradients(mean, weight)
 
 

@@ -83,8 +83,8 @@ class Run:
     """Compile each block with ``torch.compile``; requires activation checkpointing ``none`` or ``full``."""
     capture: Annotated[bool, Role.NEUTRAL] = False
     """Capture loss and gradients of each shape of a batch as a CUDA graph, and repeat it in later steps.
-    For a Gecko in one process on one GPU. Numbers stay the same; short steps wait less for the host, and need more
-    memory."""
+    For a Gecko on GPUs. Numbers stay the same; short steps wait less for the host, and need more memory: each of
+    several GPUs holds all weights and gradients."""
     parallel: Annotated[ParallelSettings, Role.NEUTRAL] = field(default_factory=ParallelSettings)
     init_from: str | None = None
     """Model folder, run or checkpoint whose weights the run starts from, with a new optimizer (fine-tuning)."""

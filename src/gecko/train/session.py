@@ -304,7 +304,7 @@ def _set_up(run: Run, ranks: Ranks, device: torch.device) -> None:
     console = ranks.console
     check_float8(run.precision, device)
     if run.capture:
-        check_capture(device, ranks.world)
+        check_capture(device)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     torch.manual_seed(run.seed)

@@ -88,7 +88,7 @@ class Trainer:
         run, position = self.run, self.position
         self.device = next(self.model.parameters()).device
         self._spikes = SpikeRule(run.skip, position.recent_losses, position.recent_grad_norms, self.device)
-        captured = CapturedGradients(self.model, run.precision) if run.capture else None
+        captured = CapturedGradients(self.model, run.precision, self.ranks) if run.capture else None
         common = self.model, self.optimizer, run.optimizer.clip, run.precision
         self._optimizer_step = Step(*common, self._spikes, self.ranks, self.carried, captured)
         self._flags = DelayedSum(self.ranks)

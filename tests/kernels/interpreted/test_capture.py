@@ -272,7 +272,5 @@ def test_a_graph_is_captured_after_the_launches_ran_once_and_copies_nothing(monk
 
 
 def test_devices_that_capture_nothing_are_refused():
-    with pytest.raises(ValueError, match="capture=true takes one process on a CUDA device; got cpu"):
-        check_capture(CPU, 1)
-    with pytest.raises(ValueError, match="got 2 ranks"):
-        check_capture(torch.device("cuda"), 2)
+    with pytest.raises(ValueError, match="capture=true takes a CUDA device; got cpu"):
+        check_capture(CPU)
