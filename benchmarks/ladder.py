@@ -73,7 +73,9 @@ CHANGES: tuple[tuple[str, tuple[str, ...]], ...] = (
 GATED, GECKO = CHANGES[1][0], CHANGES[-1][0]
 SLOWER, FASTER = (f"Megalodon with SwiGLU, {change} the learning rate" for change in ("half", "twice"))
 GATED_4M, GECKO_4M = "Megalodon with SwiGLU, 4 M", "Gecko, 4 M"
-SLOWER_4M, FASTER_4M = (f"{GATED_4M}, {change} the learning rate" for change in ("half", "twice"))
+SLOWEST_4M, SLOWER_4M, FASTER_4M = (
+    f"{GATED_4M}, {change} the learning rate" for change in ("a quarter of", "half", "twice")
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ BESIDE = (
     Model(GECKO_4M, "compare_gecko_4m", (), seeds=2),
     *(
         Model(name, "compare_megalodon_4m", ("model.swiglu=true", "model.ffn_dim=512"), GECKO_4M, rate, seeds=2)
-        for name, rate in ((GATED_4M, 8e-3), (SLOWER_4M, 4e-3), (FASTER_4M, 1.6e-2))
+        for name, rate in ((GATED_4M, 8e-3), (SLOWER_4M, 4e-3), (SLOWEST_4M, 2e-3), (FASTER_4M, 1.6e-2))
     ),
     *LLAMAS_4M,
     Model(SLOWER, "compare_megalodon", RUNGS[1].overrides, GECKO, 4e-3),
@@ -126,7 +128,7 @@ MODELS = {model.name: model for model in (*RUNGS, *BESIDE)}
 MEGALODON, LLAMA = "Megalodon as the paper has it, with SwiGLU", "Llama 2 at its best rate and initialisation"
 BASELINES: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     (MEGALODON, "1 M"): ((GATED, SLOWER, FASTER), GECKO),
-    (MEGALODON, "4 M"): ((GATED_4M, SLOWER_4M, FASTER_4M), GECKO_4M),
+    (MEGALODON, "4 M"): ((GATED_4M, SLOWER_4M, SLOWEST_4M, FASTER_4M), GECKO_4M),
     (LLAMA, "1 M"): (tuple(model.name for model in LLAMAS), GECKO),
     (LLAMA, "4 M"): (tuple(model.name for model in LLAMAS_4M), GECKO_4M),
 }
