@@ -27,13 +27,6 @@ def model() -> gecko.Gecko:
     return model
 
 
-def assert_same_states(found: gecko.GeckoState, expected: gecko.GeckoState, tolerance: float) -> None:
-    for name, tensor in expected.tensors().items():
-        torch.testing.assert_close(
-            found.tensors()[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name
-        )
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return the list of the shapes of the tokens that calls of models have read."""

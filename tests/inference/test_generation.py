@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inference.conftest import assert_same_states
+from support.model_calls import assert_same_states
 
 import gecko
 from gecko.data import document_ids, load_tokenizer

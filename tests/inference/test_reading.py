@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inference.conftest import assert_same_states
 from serving.texts import text
+from support.model_calls import assert_same_states
 from torch import Tensor
 
 import gecko

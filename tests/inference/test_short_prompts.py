@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from inference.conftest import assert_same_states
 from support import cases
+from support.model_calls import assert_same_states
 from support.native_agreement import needs_compiler
 from torch import Tensor
 

@@ -17,6 +17,13 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     assert difference <= TOLERANCE[actual.dtype], f"relative difference {difference:.2e}"
 
 
+def assert_same_states(found: gecko.GeckoState, expected: gecko.GeckoState, tolerance: float) -> None:
+    for name, tensor in expected.tensors().items():
+        torch.testing.assert_close(
+            found.tensors()[name].double(), tensor.double(), rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
 def read(model: gecko.Gecko, text: Tensor, cuts=(), ids: Tensor | None = None, state: gecko.GeckoState | None = None):
     """Return the logits and the state of a text that is read in several calls."""
     logits = []
