@@ -133,8 +133,10 @@ class SourceConfig:
         return renamed(weights, names, f"parameter of {self.model_type}")
 
     def frequencies(self, head_dim: int) -> tuple[float, ...] | None:
-        """Return the angles per token, (head_dim / 2); None: those of ``rope_theta`` alone. ``llama3`` divides low
-        frequencies by its factor and keeps high ones, with a transition between them."""
+        """Return the angles per token, (head_dim / 2); None: those of ``rope_theta`` alone.
+
+        ``llama3`` divides low frequencies by its factor and keeps high ones, with a transition between them.
+        """
         plain = [self.rope_theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
         if self.rope_divisors is not None:
             if len(self.rope_divisors) != len(plain):

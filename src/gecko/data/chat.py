@@ -61,8 +61,10 @@ DEFAULT_TEMPLATE = """\
 
 
 class PlainChat:
-    """Format for models without a template: role, colon and text per message, separated by empty lines. The answer ends
-    where the model starts the next message."""
+    """Format for models without a template: role, colon and text per message, separated by empty lines.
+
+    The answer ends where the model starts the next message.
+    """
 
     source = "the form User: … Assistant: …, as no chat template was found"
     """Description of the format's origin, for the log."""
@@ -85,8 +87,10 @@ class PlainChat:
         return [self._tokenizer.document_start, *self._encode(messages, functions)]
 
     def continuation(self, messages: Sequence[Turn]) -> Continuation:
-        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there. They depend on
-        nothing before the answer, so that a state of constant size can stand for it."""
+        """Return the ids that follow an answer; ValueError if ``messages`` do not fit the format there.
+
+        They depend on nothing before the answer, so that a state of constant size can stand for it.
+        """
         return Continuation(self.encode_answer("\n\n"), self._encode(messages) if messages else [])
 
     def encode_answer(self, text: str) -> list[int]:
@@ -223,8 +227,10 @@ class TemplateChat:
     def _asked(
         self, text: str, messages: Sequence[Turn], functions: Sequence[Function], begin: int | None = None
     ) -> int:
-        """Return where the prompt for the answer after ``messages`` ends in ``text``. The text of the answer begins
-        with ``begin``, after spaces; None: at once."""
+        """Return where the prompt for the answer after ``messages`` ends in ``text``.
+
+        The text of the answer begins with ``begin``, after spaces; None: at once.
+        """
         prompt = self._prompt(messages, functions)
         if not text.startswith(prompt) or text[len(prompt) : begin or len(prompt)].strip():
             raise ValueError(
@@ -251,8 +257,10 @@ class TemplateChat:
     def _spans(
         self, messages: Sequence[Turn], learned: Collection[int], functions: Sequence[Function]
     ) -> tuple[str, dict[int, tuple[int, int]]]:
-        """Return the rendering of a conversation, and the beginning and end of each message in it. Answers that are not
-        learned, calls and their results may be changed by the template, and have no place."""
+        """Return the rendering of a conversation, and the beginning and end of each message in it.
+
+        Answers that are not learned, calls and their results may be changed by the template, and have no place.
+        """
         self._outline(messages, [place for place, turn in enumerate(messages) if turn.role == "tool"], functions)
         fixed = ("assistant", "tool")
         said = [(place in learned and not turn.calls) or turn.role not in fixed for place, turn in enumerate(messages)]
@@ -294,8 +302,10 @@ class TemplateChat:
         return parts
 
     def _end(self, parts: Sequence[str | int], inside: Collection[int] = ()) -> int:
-        """Return the number of parts up to the special token that ends an answer, none of those ``inside`` of it. 0 if
-        there is none."""
+        """Return the number of parts up to the special token that ends an answer, none of those ``inside`` of it.
+
+        0 if there is none.
+        """
         ends = self.stop_ids.difference(inside)
         return next((place + 1 for place, part in enumerate(parts) if part in ends), 0)
 
@@ -330,7 +340,9 @@ class TemplateChat:
 
 def _find(content: str, text: str, at: int, following: str) -> tuple[int, int] | None:
     """Return where ``text`` from ``at`` on holds ``content``, without spaces at its ends if need be, and ``following``.
-    None: it holds something else there."""
+
+    None: it holds something else there.
+    """
     core, lead, trail = content.strip(), content[: -len(content.lstrip()) or None], content[len(content.rstrip()) :]
     if (begin := text.find(core, at, at + len(content))) < 0 or not lead.endswith(text[at:begin]):
         return None
@@ -361,8 +373,10 @@ class Template(NamedTuple):
 
 
 def find_template(tokenizer: Tokenizer, model_folder: Path) -> Template | None:
-    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else None. Errors
-    are those of ``find_format``."""
+    """Return the template in the folder of the tokenizer, else the one in the folder of the model, else None.
+
+    Errors are those of ``find_format``.
+    """
     folders = filter(None, (tokenizer.folder, model_folder))
     return next(filter(None, map(_read_template, folders)), None)
 

@@ -31,8 +31,10 @@ _PART = 1 << 16  # characters of a message that are processed in one call, which
 
 
 class SpecialTokens:
-    """Finds the special tokens of a rendered template, but not the same characters inside messages. ``ids`` has the id
-    of each, by its text."""
+    """Finds the special tokens of a rendered template, but not the same characters inside messages.
+
+    ``ids`` has the id of each, by its text.
+    """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = dict(ids)

@@ -143,8 +143,10 @@ class ChatCorpus:
         return ChatCorpus([self.tokens[chat] for chat in kept], [self.trained[chat] for chat in kept])
 
     def split(self, validation_fraction: float, seed: int, layout: int = ROW_LAYOUT) -> tuple[ChatCorpus, ChatCorpus]:
-        """Return training and held-out chats; see ``TokenizedCorpus.split``. Tokens of answers are counted. A chat that
-        is divided ends, in training, where the held-out end of its last answers begins."""
+        """Return training and held-out chats; see ``TokenizedCorpus.split``. Tokens of answers are counted.
+
+        A chat that is divided ends, in training, where the held-out end of its last answers begins.
+        """
         if not len(self):
             return self, self
         order = permutation(len(self), seed, SPLIT_STREAM)

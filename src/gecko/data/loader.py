@@ -171,8 +171,10 @@ def _laid_out(corpus: TokenizedCorpus, order: NDArray[np.int64]) -> Callable[[in
 
 
 def make_row(tokens: NDArray[np.int64], segments: NDArray[np.int64], length: int) -> Row:
-    """Make a row of up to ``length + 1`` consecutive tokens and the indices of their documents. Fewer tokens are padded
-    with zeros, as a separate document without targets."""
+    """Make a row of up to ``length + 1`` consecutive tokens and the indices of their documents.
+
+    Fewer tokens are padded with zeros, as a separate document without targets.
+    """
     filled = len(tokens)
     missing = length + 1 - filled
     tokens = np.pad(tokens, (0, missing))

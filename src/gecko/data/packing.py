@@ -237,8 +237,10 @@ def held_out_count(total: int, fraction: float, layout: int, least: int) -> int:
 
 
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
-    """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent. It sorts
-    raw draws, which NumPy keeps the same in all versions. Raise ValueError if ``seed`` is negative."""
+    """Return a random order of ``range(count)`` that depends on the arguments alone; streams are independent.
+
+    It sorts raw draws, which NumPy keeps the same in all versions. Raise ValueError if ``seed`` is negative.
+    """
     if seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0; got {seed}.")
     return np.argsort(np.random.PCG64((seed, stream)).random_raw(count), kind="stable")

@@ -219,8 +219,10 @@ class ShardFolder:
             )
 
     def verify(self, rank: int = 0, ranks: int = 1, *, stamped: bool = False) -> None:
-        """Read every byte of each ``ranks``-th shard from ``rank`` on; raise ValueError if one has changed. With
-        ``stamped``, read only files that changed since they were verified."""
+        """Read every byte of each ``ranks``-th shard from ``rank`` on; raise ValueError if one has changed.
+
+        With ``stamped``, read only files that changed since they were verified.
+        """
         with ThreadPoolExecutor(VERIFYING_THREADS) as pool:
             check = partial(Shard.check_digests, vocab_size=self.tokenizer.vocab_size, stamped=stamped)
             list(pool.map(check, self.shards[rank::ranks]))

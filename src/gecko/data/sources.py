@@ -179,8 +179,10 @@ Source = tuple[str, tuple[SourcePart, ...]]
 
 
 def find_sources(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> list[Source]:
-    """Find the files and data sets of one source or of several; arguments and errors as for ``load_documents``. A
-    source is left out if all its files belong to earlier sources."""
+    """Find the files and data sets of one source or of several; arguments and errors as for ``load_documents``.
+
+    A source is left out if all its files belong to earlier sources.
+    """
     specs = [os.fspath(source)] if isinstance(source, str | os.PathLike) else list(source)
     if not specs or not all(specs):
         raise ValueError(f"a source of documents must be named, such as a folder or {STDLIB!r}; got {source!r}.")
@@ -221,8 +223,10 @@ def sample_texts(parts: Sequence[SourcePart], characters: int) -> Iterator[str]:
 
 
 def check_apart(validation: str, training: Iterable[str]) -> None:
-    """Raise ValueError if a file, a folder of shards or a data set's split is both trained on and held out. Files are
-    compared by their resolved paths."""
+    """Raise ValueError if a file, a folder of shards or a data set's split is both trained on and held out.
+
+    Files are compared by their resolved paths.
+    """
     held_out = _things(validation)
     shared = sorted({thing for source in training for thing in _things(source)} & held_out)
     if shared:

@@ -169,8 +169,10 @@ class StreamDecoder:
 
 
 class TokenBytes:
-    """Bytes in UTF-8 that every id of a tokenizer adds to the decoded text; special ids add none. An id that is part of
-    a character counts the bytes of its part."""
+    """Bytes in UTF-8 that every id of a tokenizer adds to the decoded text; special ids add none.
+
+    An id that is part of a character counts the bytes of its part.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = range(tokenizer.vocab_size)

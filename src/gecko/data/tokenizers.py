@@ -100,8 +100,10 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library. The ``tokenizer_config.json`` beside it
-    may name the document borders."""
+    """Tokenizer of a ``tokenizer.json``, read by the ``tokenizers`` library.
+
+    The ``tokenizer_config.json`` beside it may name the document borders.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         library = require("tokenizers", "tokenizers")
@@ -281,8 +283,10 @@ def _file_in(folder: Path) -> Path:
 
 
 def _fetch(hub: Any, name: str, file: str) -> Path:
-    """Return a file of the hub, from its cache if it is there. Without a network the hub's library would try six times,
-    for half a minute."""
+    """Return a file of the hub, from its cache if it is there.
+
+    Without a network the hub's library would try six times, for half a minute.
+    """
     missing = require("huggingface_hub.errors", "tokenizers").LocalEntryNotFoundError
     try:
         return Path(hub.hf_hub_download(name, file, local_files_only=True))

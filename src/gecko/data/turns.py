@@ -226,7 +226,9 @@ To call a function, write its name and arguments as a JSON object between <tool_
 
 def form_of(text: str, call: FunctionCall, ending: str) -> CallForm | None:
     """Return the form in which ``text`` has a call in place of an answer; None if it is no object with its fields.
-    ``ending`` ends every answer."""
+
+    ``ending`` ends every answer.
+    """
     for found, begin, end in _objects(text):
         if call.is_written(found):
             field = next(name for name, value in found.items() if value == call.arguments)
@@ -247,7 +249,9 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 def plain_turns(turns: Sequence[Turn], functions: Sequence[Function]) -> list[Turn]:
     """Return a conversation with its functions, calls and results as text: for templates that do not know them.
-    Functions are told in the system message, and results by the user."""
+
+    Functions are told in the system message, and results by the user.
+    """
     found: list[Turn] = []
     if functions:
         told = _TOLD.format("\n".join(json.dumps(function.tool, ensure_ascii=False) for function in functions))

@@ -133,7 +133,9 @@ def shipped_models() -> list[str]:
 
 def shipped_folder(name: str | Path) -> Path | None:
     """Return the folder of the shipped model ``name``; None if there is none, or if a model or run here has this name.
-    Another file or folder of this name, such as one with texts, does not hide the shipped model."""
+
+    Another file or folder of this name, such as one with texts, does not hide the shipped model.
+    """
     if str(name) not in shipped_models() or any((Path(name) / file).exists() for file in _FILES):
         return None
     return SHIPPED / name

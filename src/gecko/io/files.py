@@ -102,8 +102,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise OSError if the file cannot be read, ValueError if it is not JSON, or not
-    an object: ``path must hold WHAT``."""
+    """Return the object in a JSON file.
+
+    Raise OSError if the file cannot be read, ValueError if it is not JSON, or not an object: ``path must hold WHAT``.
+    """
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} must hold {what} as JSON; {found_at(path)}. Name a file.")
     try:

@@ -228,7 +228,9 @@ def _manifest_files(folder: Path) -> Collection[str]:
 
 def fill(model: Any, weights: Mapping[str, Tensor]) -> None:
     """Fill a model of ``gecko.models`` on ``meta`` with copies of ``weights``, so that memory never holds two models.
-    The tensors of ``load_tensors`` are memory-mapped: without the copy, a later write to the file would change them."""
+
+    The tensors of ``load_tensors`` are memory-mapped: without the copy, a later write to the file would change them.
+    """
     model.load_state_dict({name: weight.clone() for name, weight in weights.items()}, strict=True, assign=True)
     model.tie()
 
