@@ -94,7 +94,7 @@ def test_a_run_with_a_second_model_is_refused(command: Command, run_folder: Path
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_copy_works_like_the_original(command: Command, run_folder: Path, tmp_path: Path, bits: int) -> None:
-    """What says how to use the model goes along."""
+    """The tokenizer and the chat template are copied too."""
     pytest.importorskip("torchao")
     source, out = shutil.copytree(run_folder / NEWEST, tmp_path / "model"), tmp_path / "out"
     along = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}

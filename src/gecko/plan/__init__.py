@@ -119,6 +119,7 @@ class Plan:
         self.computing = self.tokens * flops / (gpu.peak * assumptions.efficiency)
         self.communicating = sum(kind.size / kind.bandwidth for kind in self.traffic.values())
         self.overlap = 0.0 if run.capture else assumptions.overlap
+        """Fraction of compute time that can hide communication."""
         self.step_seconds = self.computing + max(0.0, self.communicating - self.overlap * self.computing)
         self.days = None if run.steps is None else run.steps * self.step_seconds / 86_400
         """Days for all steps; None if the run has no number of steps."""
@@ -172,8 +173,8 @@ class Plan:
 
 
 def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
-    """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, the batch
-    cannot be divided among them, or training refuses them."""
+    """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, or the
+    batch cannot be divided among them."""
     for name, value in vars(assumptions).items():
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")
