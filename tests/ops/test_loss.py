@@ -60,6 +60,11 @@ def test_loss_of_sixteen_bit_hidden_states_is_float32():
     assert abs(value.item() - expected.item()) < 0.02
 
 
+def test_large_logits_do_not_overflow():
+    hidden, weight, targets = _case(9, 0.0, torch.float32)
+    assert linear_cross_entropy(1e4 * hidden, weight, targets).isfinite()
+
+
 def test_autocast_on_a_cpu_rounds_no_logits():
     hidden, weight, targets = _case(40, 0.3, torch.float32)
     expected = linear_cross_entropy(hidden, weight, targets)
