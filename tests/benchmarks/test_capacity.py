@@ -66,7 +66,7 @@ def test_only_a_memory_knows_far_values(name: str) -> None:
 def test_a_table_continues(results: Path) -> None:
     cells = [capacity.Cell("linear", 4, 16, 0, rate, "tuning", 2) for rate in capacity.RATES]
     table = tables.Table("capacity.csv", capacity.COLUMNS)
-    for cell, loss in zip(cells, ("nan", "1.5", "1.25", "1.3"), strict=True):
+    for cell, loss in zip(cells, ("nan", "1.5", "1.25", "1.3", "2"), strict=True):
         assert not list(capacity.grid(["linear"], 2, range(1), tables.rows_of("capacity.csv"))), "rates are missing"
         table.add([(*cell.key, "0.5", loss, 2, "abcdefg", "a", "x")])
     (first, *rest) = capacity.grid(["linear"], 2, range(1), tables.rows_of("capacity.csv"))
