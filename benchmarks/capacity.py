@@ -318,24 +318,33 @@ def differing(form: str, base: str) -> tuple[int, int]:
     return sum(one.low > MARGIN for one in intervals), sum(one.high < -MARGIN for one in intervals)
 
 
+def tuned() -> str:
+    """Return a line with the recall of each form in the tuning cell at its best rate, and this rate."""
+    shown = []
+    for form in FORMS:
+        lines = [row for row in rows_of("capacity.csv") if (row["split"], row["form"]) == ("tuning", form)]
+        recalls = {row["rate"]: float(row["recall"]) for row in lines}
+        rate = best({row["rate"]: float(row["loss"]) for row in lines})
+        shown += [] if rate is None else [f"{form} {recalls[rate]:.3f} at {rate}"]
+    cell = "Recall of {} pairs with keys of {} on the rows that chose the learning rate, seed 0: ".format(*MIDDLE)
+    return f"{cell}{'; '.join(shown)}.\n" if shown else "Not run yet.\n"
+
+
 def page() -> str:
-    """Return a Markdown table: recall by form and pairs, means over key widths, and the difference to the paper's."""
-    ended = [form for form in FORMS if found(form)]
-    if not ended:
-        return "Not run yet.\n"
+    """Return a line of the tuning cell, and a Markdown table of the forms whose seed 0 ran in all cells: recall by
+    pairs, means over key widths, and the difference to the paper's."""
     rows = []
-    for form in ended:
+    for form in (form for form in FORMS if cells_of(form) <= found(form).keys()):
         cells = found(form)
-        means = [[fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs] for pairs in PAIRS]
-        shown = [fmean(values) if values else "not run" for values in means]
+        shown = [fmean(fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs) for pairs in PAIRS]
         change = difference(form, PAPER) if form != PAPER else None
         rows.append((form, *shown, sum(map(len, cells.values())), None if change is None else change[0].shown(3)))
     columns = [
         f"recall, mean of key widths {', '.join(map(str, WIDTHS))}", *(f"{n} pairs|.3f" for n in PAIRS), "runs|d",
         "less the paper's, 95 % over seeds",
     ]  # fmt: skip
-    picture = "![Recall by bytes of state](pictures/memory_capacity.svg)\n\n" * bool(found(PAPER))
-    return picture + table(columns, rows) + "\n"
+    picture = "![Recall by bytes of state](pictures/memory_capacity.svg)"
+    return f"{tuned()}\n{picture}\n\n{table(columns, rows)}\n" if rows else tuned()
 
 
 def main() -> None:

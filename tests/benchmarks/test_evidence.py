@@ -164,7 +164,7 @@ def test_no_verdict_at_an_end_of_the_rates_nor_of_a_run_that_diverged(results: P
         for name, loss in tuning.items():
             add(name, seed, 1.5, loss, "b" if seed == 2 else "a")
     _, text, verdict = evidence.ahead(ladder.MEGALODON, "1 M")
-    assert verdict == "open: the chosen rate is the upper end; by the rule before 27 November: holds"
+    assert verdict == "open: the chosen rate is the upper end; by the earlier rule: holds"
     assert text.endswith("; pairs of different code")
     (results / "ladder.csv").unlink()
     for seed in range(3):
