@@ -14,8 +14,8 @@ number of pairs grows to its size in the first half of training, which ends earl
 and the linear rule also hold summaries of the last two chunks: their whole state is 3.5 to 7 times the matrix. The
 delta rules write every token, with keys of length 1, in the place of the memory in Gekko's block, which has short
 convolutions, separate queries and keys, and a norm of the output, as the published forms have; it has no SiLU on
-queries and keys. Of five learning rates each form has the one with the least loss
-in the middle cell, on rows of the tuning split; the fifth was added when four forms were best at the highest of four.
+queries and keys. Each form has the learning rate with the least loss in the middle cell, on rows of the tuning split.
+The two highest were added when four forms were best at the highest of four; the last is run for forms that need it.
 
 **Margin**, stated before the first run: in a cell two forms differ if the 95 % interval over three seeds of the paired
 difference in recall (Student's t) is beyond ±0.05 (``MARGIN``); over the grid if that of its mean over the cells at the
@@ -52,7 +52,7 @@ from gecko.train.step import BatchPart, compute_gradients
 BEGIN, END = "<!-- benchmarks/capacity.py -->\n", "<!-- end capacity -->\n"
 """Marks of the table in docs/evidence.md, which ``benchmarks/evidence.py --write`` renews."""
 MARGIN = 0.05
-PAIRS, WIDTHS, RATES, SEEDS = (4, 8, 16, 32, 64), (16, 32, 64, 128), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), range(1, 4)
+PAIRS, WIDTHS, RATES, SEEDS = (4, 8, 16, 32, 64), (16, 32, 64, 128), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), range(1, 4)
 MIDDLE, EDGE = (16, 32), (0.2, 0.9)
 CHUNK, STEPS, ROWS, TEST_ROWS, KNOWN = 16, 2000, 32, 256, 0.02
 """Tokens of a chunk, steps, rows of a step and of a split, and the mean loss of 25 steps that ends the training."""
@@ -272,18 +272,25 @@ def cells_of(form: str) -> set[tuple[int, int]]:
     return {(pairs, width) for width in (WIDTHS if form != NONE else (64,)) for pairs in PAIRS}
 
 
+def tuned(form: str, steps: int, lines: Sequence[Mapping[str, str]]) -> tuple[float | None, set[float]]:
+    """Return the best rate of a form among those that ran, and those that a choice needs and were not run."""
+    losses = {
+        float(row["rate"]): float(row["loss"]) for row in lines
+        if (row["split"], row["form"], row["steps"]) == ("tuning", form, str(steps))
+    }  # fmt: skip
+    rate = best(losses)
+    return rate, set(RATES if rate in RATES[-2:] else RATES[:-1]) - losses.keys()
+
+
 def grid(only: Sequence[str], steps: int, seeds: range, lines: Sequence[Mapping[str, str]]) -> Iterator[Cell]:
     """Yield the cells of forms at their best rate: seed 0 everywhere, others where any form is at the edge.
 
-    A form whose rates were not all run has none.
+    A form that lacks a rate has none.
     """
-    lines = [row for row in lines if row["steps"] == str(steps)]
     at_edge = edge(lines, steps)
     for form in only:
-        losses = {float(row["rate"]): float(row["loss"]) for row in lines
-                  if (row["split"], row["form"]) == ("tuning", form)}  # fmt: skip
-        rate = best(losses) if losses.keys() == set(RATES) else None
-        if rate is not None:
+        rate, missing_rates = tuned(form, steps, lines)
+        if rate is not None and not missing_rates:
             for pairs, width in sorted(cells_of(form) if seeds.start == 0 else cells_of(form) & at_edge):
                 yield from (Cell(form, pairs, width, seed, rate, "test", steps) for seed in seeds)
 
@@ -318,14 +325,14 @@ def differing(form: str, base: str) -> tuple[int, int]:
     return sum(one.low > MARGIN for one in intervals), sum(one.high < -MARGIN for one in intervals)
 
 
-def tuned() -> str:
+def tuning_line() -> str:
     """Return a line with the recall of each form in the tuning cell at its best rate, and this rate."""
-    shown = []
+    lines, shown = rows_of("capacity.csv"), []
     for form in FORMS:
-        lines = [row for row in rows_of("capacity.csv") if (row["split"], row["form"]) == ("tuning", form)]
-        recalls = {row["rate"]: float(row["recall"]) for row in lines}
-        rate = best({row["rate"]: float(row["loss"]) for row in lines})
-        shown += [] if rate is None else [f"{form} {recalls[rate]:.3f} at {rate}"]
+        rate, _ = tuned(form, STEPS, lines)
+        cell = ("tuning", form, "" if rate is None else f"{rate:g}")
+        recalls = [float(row["recall"]) for row in lines if (row["split"], row["form"], row["rate"]) == cell]
+        shown += [f"{form} {recall:.3f} at {cell[-1]}" for recall in recalls]
     cell = "Recall of {} pairs with keys of {} on the rows that chose the learning rate, seed 0: ".format(*MIDDLE)
     return f"{cell}{'; '.join(shown)}.\n" if shown else "Not run yet.\n"
 
@@ -344,15 +351,22 @@ def page() -> str:
         "less the paper's, 95 % over seeds",
     ]  # fmt: skip
     picture = "![Recall by bytes of state](pictures/memory_capacity.svg)"
-    return f"{tuned()}\n{picture}\n\n{table(columns, rows)}\n" if rows else tuned()
+    return f"{tuning_line()}\n{picture}\n\n{table(columns, rows)}\n" if rows else tuning_line()
 
 
 def main() -> None:
     parser = parser_of(__doc__, write=False, steps=(STEPS, "fewer for a trial; with --results elsewhere"))
     parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM")
     given = arguments(parser)
+
+    def tuning() -> Iterator[Cell]:
+        for form in given.only:
+            _, rates = tuned(form, given.steps, rows_of("capacity.csv"))
+            yield from (Cell(form, *MIDDLE, 0, rate, "tuning", given.steps) for rate in sorted(rates))
+
     parts: tuple[Callable[[], Iterator[Cell]], ...] = (
-        lambda: (Cell(form, *MIDDLE, 0, rate, "tuning", given.steps) for form in given.only for rate in RATES),
+        tuning,
+        tuning,
         lambda: grid(given.only, given.steps, range(1), rows_of("capacity.csv")),
         lambda: grid(given.only, given.steps, SEEDS, rows_of("capacity.csv")),
     )
