@@ -1,6 +1,8 @@
 """Chats become tokens of which the answers are learned, in rows of whole chats; wrong lines are named."""
 
 import json
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,8 @@ REFUSED: list[tuple[Any, str]] = [
     (chat(RESULT, ANSWER), "messages.0.tool_call_id must be the id of a call"),
     (chat(ASKED, ANSWER, {**RESULT, "tool_call_id": "b"}), "messages.2.tool_call_id must be the id .* got 'b'"),
     (chat(ASKED, ANSWER, {**RESULT, "weight": 0}), "got 'weight', which"),
+    (chat(ASKED, ANSWER, RESULT), "messages.2.tool_call_id must be the id of a call in an earlier message; got ''"),
+    (chat(ASKED, {**ANSWER, "tool_calls": [{**CALL, "id": "a"}] * 2}), "messages.1.tool_calls must have different ids"),
     (chat(ASKED, ANSWER, {**RESULT, "content": {"sun": 1}}), "content of the type dict"),
 ]
 
@@ -220,3 +224,42 @@ def test_no_more_of_the_answers_than_the_fraction_is_held_out(lengths: list[int]
         assert fraction * sum(lengths) / 2 - 1 < len(kept) <= fraction * sum(lengths)
         assert len(training) + len(held_out) - len(corpus) in (0, 1)
         assert not {index for chat in training.tokens for index in chat.tolist()} & set(kept)
+
+
+def asking(*names: str, ids: Sequence[str] = ("", "")) -> dict[str, Any]:
+    """Return an answer that calls functions without arguments."""
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": "{}"}, "id": call_id}
+        for name, call_id in zip(names, ids, strict=True)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("ids", "results", "named"),
+    [
+        (("", ""), [{}, {}], ["rain", "sun"]),
+        (("a", "b"), [{"tool_call_id": "b"}, {}], ["sun", "rain"]),
+        (("", "b"), [{}, {}], ["rain", "sun"]),
+        (("", ""), [{"name": "wind"}, {}], ["wind", "sun"]),
+    ],
+)
+def test_results_without_ids_are_those_of_the_newest_calls_in_order(
+    ids: tuple[str, str], results: list[dict[str, str]], named: list[str], tmp_path: Path
+) -> None:
+    told = [{"role": "tool", "content": str(number), **fields} for number, fields in enumerate(results)]
+    record = chat(ASKED, asking("sun", "rain"), ASKED, asking("rain", "sun", ids=ids), *told, ANSWER)
+    (tmp_path / "chats.jsonl").write_text(json.dumps(record))
+    ((_, found),) = read_chats(str(tmp_path / "chats.jsonl"))
+    assert [turn.name for turn in found.turns if turn.role == "tool"] == named
+
+
+@pytest.mark.parametrize(("index", "refused"), [(97, True), (-5, True), (256, False), (300, False)])
+def test_special_tokens_of_a_folder_have_ids_of_their_own(index: int, refused: bool, tmp_path: Path) -> None:
+    """An id of the tokenizer must have that text; one beyond its ids, as a SentencePiece model lacks, is new."""
+    (tmp_path / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
+    text = "<0x100>" if index == 256 else "<|end|>"
+    added = {"added_tokens_decoder": {str(index): {"content": text}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
+    with pytest.raises(ValueError, match=r"'<\|end\|>' .* must have an id of its own") if refused else nullcontext():
+        find_format(load_tokenizer("bytes"), tmp_path)

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -335,3 +336,42 @@ def test_formats_that_are_no_text_are_refused_at_once(tmp_path: Path, name: str)
     for source in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match=rf"{name} must be text, \.jsonl.* or \.parquet; got '\..*', which is"):
             load_documents(str(source))
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.txt", "/*/*.txt", "/s*/c.txt", "/**"])
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its documents would be left out in silence. A folder that the glob does not enter may be closed."""
+    for name in ("a.txt", "sub/c.txt", "closed/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    listed = Path.iterdir
+
+    def closed(path: Path) -> Any:
+        if path.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    if pattern == "/s*/c.txt":
+        assert list(load_documents(f"{tmp_path}{pattern}")) == ["sub/c.txt"]
+    else:
+        with pytest.raises(PermissionError, match="closed"):
+            load_documents(f"{tmp_path}{pattern}")
+
+
+def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
+    """As folders and as globs: linked folders are read, each file once, and a link to nothing is an error."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("b")
+    (tmp_path / "data" / "c").mkdir(parents=True)
+    (tmp_path / "data" / "c" / "a.txt").write_text("a")
+    for name, target in (("data/d", "../elsewhere"), ("data/one", "."), ("data/c/two", "..")):
+        (tmp_path / name).symlink_to(target)
+    for source in ("data", "data/**/*.txt", "data/**", "data/[cd]/*.txt"):
+        assert list(load_documents(str(tmp_path / source))) == ["a", "b"], source
+    (tmp_path / "data" / "broken.txt").symlink_to("nowhere")
+    for source in ("data", "data/**/*.txt", "data/*.txt"):
+        with pytest.raises(FileNotFoundError, match=r"broken\.txt"):
+            list(load_documents(str(tmp_path / source)))

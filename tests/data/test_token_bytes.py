@@ -201,3 +201,27 @@ def test_a_text_that_goes_on_is_written_as_in_one_go(
     decoder = StreamDecoder(tokenizer, goes_on=True)
     written = "".join(decoder.push([index]) for index in ids[read:]) + decoder.flush()
     assert before + written == " ".join(words)
+
+
+def test_added_characters_are_named_and_refused(tmp_path: Path) -> None:
+    """A byte-level tokenizer without its decoder writes other letters: the bytes of a text would be too many."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers
+
+    library = Library(models.BPE({"Ġ": 0, "a": 1, "</s>": 2}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"adds [\d.]+% of the characters, most often (' '|'Ġ')"):
+        check_loss(load_tokenizer(str(tmp_path)), ["a a a a"], allowed=False)
+
+
+def test_ids_beyond_those_of_the_tokenizer_are_special(byte_fallback_file: Path) -> None:
+    """As those of a chat template, which a SentencePiece model lacks: no bytes, and a text begins after each."""
+    tokenizer = load_tokenizer(str(byte_fallback_file))
+    the, end, beyond = tokenizer.encode("the the").tolist(), tokenizer.document_end, tokenizer.vocab_size + 7
+    counts = []
+    for border in (end, beyond):
+        tokens = torch.tensor([[border, *the, border, *the, border]])
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]))
+        counts.append(token_bytes(tokenizer).of_targets(batch).item())
+    assert counts == [14, 14]

@@ -161,3 +161,54 @@ def test_what_cannot_be_evaluated_is_refused(model: GeckoModel, data: Path, tmp_
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             academic(model, tasks, data=folder)
+
+
+MMLU = {"question": "asked", "choices": ["one", "two", "three", "four"], "answer": 2}
+ARC = {"question": "why?", "choices": {"text": ["so", "no"], "label": ["A", "B"]}, "answerKey": "B"}
+ENDINGS = {"activity_label": "A", "ctx_a": "He", "ctx_b": "", "endings": ["x", "y", "z", "u"], "label": "0"}
+GAP = {"sentence": "The _ is big.", "option1": "dog", "option2": "cat", "answer": "1"}
+DAMAGED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("piqa_val", {"goal": "a", "sol1": "b", "sol2": "c", "label": 0}, {"goal": None}, "item 1, must have a whole goal"),
+    ("piqa_val", {"goal": "a", "sol1": "b", "sol2": "c", "label": 0}, {"sol1": " "}, "item 1, must have a whole sol1"),
+    ("boolq_val", {"passage": "a", "question": "b", "label": 0}, {"passage": None}, "must have a whole passage"),
+    ("arc_easy_test", ARC, {"choices": {"text": ["so"], "label": ["A", "B"]}}, "must have a whole choices"),
+    ("arc_easy_test", ARC, {"answerKey": "E"}, "arc_easy cannot be evaluated|one of its choices"),
+    ("hellaswag_val", ENDINGS, {"endings": ["x", "[y]", "z", "u"]}, "hellaswag cannot be evaluated|its choices"),
+    ("hellaswag_val", ENDINGS, {"label": "4"}, "one of its choices"),
+    ("winogrande_val", GAP, {"answer": ""}, "must have a whole answer"),
+    ("winogrande_val", GAP, {"answer": "3"}, "one of its choices"),
+    ("nq_open_val", {"question": "who", "answer": ["x"]}, {"answer": []}, "must have a whole answer"),
+    ("mmlu_anatomy_test", MMLU, {"choices": [*MMLU["choices"], "five"]}, "must have four choices"),
+    ("mmlu_anatomy_dev", MMLU, {"answer": -1}, "must be one of its choices"),
+]
+
+
+@pytest.mark.parametrize(("name", "item", "change", "message"), DAMAGED)
+def test_damaged_items_are_refused_and_whole_ones_scored(
+    model: GeckoModel, tmp_path: Path, name: str, item: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    """Also of shots, which the harness would put into every prompt."""
+    kinds = ("mmlu_anatomy_dev", "mmlu_anatomy_test") if name.startswith("mmlu") else (name,)
+    for kind in kinds:
+        rows = [{**item, **({"question": f"asked {n}"} if "question" in item else {})} for n in range(8)]
+        save(tmp_path, kind, rows)
+    assert academic(model, [], data=tmp_path, limit=2).scores
+    save(tmp_path, name, [rows[0], {**rows[1], **change}, *rows[2:]])
+    with pytest.raises(ValueError, match=message):
+        academic(model, [], data=tmp_path, limit=2)
+
+
+def test_files_that_cannot_be_used_are_named(model: GeckoModel, tmp_path: Path) -> None:
+    item = {"goal": "a", "sol1": "b", "sol2": "c", "label": 0}
+    for content in ("", "{broken"):
+        (tmp_path / "piqa_val.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=r"piqa_val\.jsonl must hold the items of piqa"):
+            academic(model, ["piqa"], data=tmp_path)
+    for name in ("piqa_val", "piqa_validation"):
+        save(tmp_path, name, [item])
+    with pytest.raises(ValueError, match=r"a split must be one file; .* has piqa_val\.jsonl and piqa_v"):
+        academic(model, ["piqa"], data=tmp_path)
+    (tmp_path / "few").mkdir()
+    save(tmp_path / "few", "nq_open_val", [{"question": f"who {n}", "answer": ["x"]} for n in range(5)])
+    with pytest.raises(ValueError, match="nq_open must have 5 shots beside an item; there are 5"):
+        academic(model, ["nq_open"], data=tmp_path / "few")

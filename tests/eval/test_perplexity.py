@@ -57,6 +57,15 @@ def test_every_segment_is_read_from_a_fresh_state(model: GeckoModel, write: Any)
     assert [score.value for score in joined.scores] == pytest.approx([score.value for score in whole.scores])
 
 
+def test_a_file_that_several_sources_name_is_read_once(model: GeckoModel, tmp_path: Path) -> None:
+    """Twice as many tokens would narrow the interval."""
+    (tmp_path / "a.txt").write_bytes(TEXT[:640])
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    (tmp_path / "b.txt").write_bytes(TEXT[:640])
+    names = [str(tmp_path / name) for name in ("a.txt", "link.txt", "../" + tmp_path.name + "/a.txt", "b.txt")]
+    assert [Path(text.name).name for text in open_texts(names, joined=False)] == ["a.txt", "b.txt"]
+
+
 @settings(max_examples=20)
 @given(length=st.sampled_from([(16,), (16, 64), (32, 64, 256)]), count=st.integers(256, 900))
 def test_the_same_tokens_are_scored_for_every_length(rule_model: Any, length: tuple[int, ...], count: int) -> None:

@@ -344,6 +344,9 @@ REFUSED: list[tuple[str, int, list[str], str]] = [
     ("qa_2", 4000, [json.dumps(SQUAD)], "must hold questions in HotpotQA's form"),
     ("qa_2", 4000, ["[]"], "must have a question"),
     ("qa_2", 4000, [json.dumps([{"question": 1, "answer": "x", "context": []}])], "must be text; got 1"),
+    ("qa_2", 4000, [json.dumps([{**HOTPOT[0], "answer": " "}])], "must be text; got ' '"),
+    ("qa_2", 4000, [json.dumps([*HOTPOT, {**HOTPOT[0], "context": []}])], "the context of 'Who founded .*' has none"),
+    ("qa_2", 4000, [json.dumps([{**HOTPOT[0], "question": "\ud800"}])], "got half a surrogate pair"),
 ]
 
 
@@ -354,6 +357,24 @@ def test_bad_input_is_refused(
     depths = [0.5] if task in WITH_DEPTH else None
     with pytest.raises(ValueError, match=message):
         retrieval(rule_model(answer=solve), task, NeedleGrid([length], depths), texts=write(*map(str.encode, contents)))
+
+
+def test_questions_are_asked_once_and_all_fit_before_the_first_answer(rule_model: Any, write: Any) -> None:
+    """Repeated questions would narrow the interval, and a paragraph that is too long would lose the answers so far."""
+    answered: list[str] = []
+
+    def answer(prompt: str) -> str:
+        answered.append(prompt)
+        return solve(prompt)
+
+    texts, grid = write(json.dumps(HOTPOT).encode()), NeedleGrid([3000], None, samples=50)
+    results = retrieval(rule_model(answer=answer), "qa_2", grid, texts=texts)
+    assert [score.n for score in results.scores] == [len(HOTPOT)] == [len(set(answered))]
+    assert results.notes == ["4 samples, one for each question"]
+    answered.clear()
+    with pytest.raises(ValueError, match="1,400 tokens do not hold"):
+        retrieval(rule_model(answer=answer), "qa_1", NeedleGrid([1400], None), texts=write(json.dumps(UNEVEN).encode()))
+    assert not answered
 
 
 def test_bad_grids_are_refused(rule_model: Any) -> None:

@@ -130,7 +130,11 @@ def test_records_of_scrolls_and_meetings_of_qmsum(tmp_path: Path) -> None:
     ("content", "message"),
     [("{", "line 1, must hold one JSON object"), ("[1]", "got a list"), ("", "holds none"),
      ('{"id": "1", "input": "a", "output": null}', "lacks .'output'."),
-     ('{"id": "1", "input": "no document", "output": "x"}', "an empty line between")],
+     ('{"id": "1", "input": "no document", "output": "x"}', "an empty line between"),
+     ('{"id": "1", "input": "q\\n\\nd", "output": " "}', "question '1' must have an answer"),
+     ('{"id": "1", "input": "q\\n\\n\\ud800", "output": "x"}', "question '1' must hold text that UTF-8 can write"),
+     ('{"id": "1", "input": "q\\n\\nd", "output": "x"}\n{"id": "1", "input": "r\\n\\nd", "output": "x"}',
+      "line 2, must have an id of its own; another question has its id '1'")],
 )  # fmt: skip
 def test_data_that_cannot_be_scored_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "data.jsonl").write_text(content)

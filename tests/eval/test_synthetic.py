@@ -244,9 +244,10 @@ def test_a_diverged_diagnosis_is_written_and_says_so(tmp_path: Path) -> None:
     ("task", "settings", "message"),
     [
         ("mqarr", {"steps": 0}, "Did you mean 'mqar'"), ("mqar", {"size": TaskSize(vocab_size=64)}, "know all tokens"),
-        ("mqar", {"growth": 2}, "growth is a fraction"), ("mqar", {"batch_size": 0}, "at least 1"),
+        ("mqar", {"growth": 2}, "growth is a fraction"),
+        ("counting", {"items": 0}, "at least one item"), ("mqar", {"batch_size": 0}, "at least 1"),
     ],
 )  # fmt: skip
 def test_diagnoses_that_cannot_be_are_refused(task: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        diagnosed(task, **{"size": TaskSize(32, 32, 2), **settings})
+        diagnosed(task, **{"size": TaskSize(32, 32, settings.pop("items", 2)), **settings})

@@ -433,7 +433,11 @@ def find_format(tokenizer: Tokenizer, model_folder: Path, now: datetime | None =
     if found is None:
         return PlainChat(tokenizer)
     # The folder may have special tokens that a SentencePiece model lacks; the ids of the tokenizer win.
-    specials = {**_special_tokens(found.path.parent), **tokenizer.special_texts}
+    folder, own = found.path.parent, tokenizer.special_texts
+    specials = {**_special_tokens(folder), **own}
+    for text, index in specials.items() - own.items():
+        if index < 0 or (index < tokenizer.vocab_size and tokenizer.piece(index) != text):
+            raise ValueError(f"the special token {text!r} of {folder} must have an id of its own; got {index}.")
     return TemplateChat(tokenizer, found.text, specials, f"the template in {found.path}", now)
 
 

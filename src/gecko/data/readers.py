@@ -143,12 +143,16 @@ def read_file(path: Path, field: str) -> Iterator[str]:
         case json_format:
             for where, record in read_records(path) if json_format == "json lines" else _json_records(path):
                 text = text_field(record, field, where)
-                try:
-                    text.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    rule = "must hold text that UTF-8 can write; got half a surrogate pair."
-                    raise ValueError(f"{where} {rule}") from error
+                check_unicode(text, where)
                 yield text
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Raise ValueError if a text has half a surrogate pair; ``where`` names it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} must hold text that UTF-8 can write; got half a surrogate pair.") from error
 
 
 def check_regular(path: Path) -> None:

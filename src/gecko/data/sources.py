@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,7 @@ def find_files(source: str) -> list[Path]:
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        below = _sorted_below(path, lambda name: name[0] == ".")
-        if files := [path for path in below if not _LEFTOVER.fullmatch(path.name)]:
+        if files := [path for path in _matching(path, ("**",)) if not _LEFTOVER.fullmatch(path.name)]:
             return files
         raise FileNotFoundError(
             f"a folder of documents must hold at least one file, hidden ones and backups not counted; got "
@@ -49,8 +49,8 @@ def find_files(source: str) -> list[Path]:
     if path.exists():
         return [path]
     if glob.has_magic(source):
-        found = [one for one in map(Path, glob.glob(str(path), recursive=True)) if one.is_file()]
-        named = _LEFTOVER.fullmatch(path.name)
+        start, named = Path(path.anchor or "."), _LEFTOVER.fullmatch(path.name)
+        found = _matching(start, path.parts[bool(path.anchor) :])
         if files := [one for one in found if named or not _LEFTOVER.fullmatch(one.name)]:
             return sorted(files, key=Path.as_posix)
         raise FileNotFoundError(
@@ -69,7 +69,7 @@ def stdlib_files() -> list[Path]:
     """Return the ``.py`` files of the Python standard library on this machine, sorted by path, without its tests. Raise
     FileNotFoundError if this Python's library is not stored in ``.py`` files."""
     root = Path(sysconfig.get_path("stdlib"))
-    below = (path for path in _sorted_below(root, skip=NOT_STDLIB.__contains__) if path.suffix == ".py")
+    below = (path for path in _matching(root, ("**",), NOT_STDLIB) if path.suffix == ".py")
     # The build configuration differs from machine to machine and is not part of the library's source.
     if files := [path for path in below if not path.name.startswith("_sysconfigdata")]:
         return files
@@ -79,14 +79,32 @@ def stdlib_files() -> list[Path]:
     )
 
 
-def _sorted_below(root: Path, skip: Callable[[str], bool]) -> list[Path]:
-    """Return the files below ``root``, without files and folders whose name is skipped, sorted by path."""
-    files = []
-    for folder, folder_names, file_names in os.walk(root):
-        # Pruned in place, so that a large folder such as site-packages or .git is not walked at all.
-        folder_names[:] = [name for name in folder_names if not skip(name)]
-        files += [Path(folder, name) for name in file_names if not skip(name)]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+def _matching(root: Path, pattern: Sequence[str], skipped: Collection[str] = ()) -> list[Path]:
+    """Return what is no folder below ``root`` and matches the parts of a glob, sorted by path; links are followed.
+
+    Hidden names match only parts that name them. A loop of links ends where it comes back to a folder. Raise OSError if
+    a folder cannot be listed.
+    """
+    found, waiting, seen = dict[Path, None](), [(root, tuple(pattern))], set[tuple[str, int]]()
+    while waiting:
+        folder, (first, *rest) = waiting.pop()
+        if (place := (os.path.realpath(folder), len(rest))) in seen:
+            continue
+        seen.add(place)
+        if first == "**" and rest:
+            waiting.append((folder, tuple(rest)))
+        listed = first == "**" or glob.has_magic(first)
+        for entry in folder.iterdir() if listed else [folder / first] if os.path.lexists(folder / first) else []:
+            if listed and (
+                entry.name in skipped or (entry.name[0] == "." and first[0] != ".")
+                or not (first == "**" or fnmatch.fnmatch(entry.name, first))
+            ):  # fmt: skip
+                continue
+            if not entry.is_dir():
+                found |= {} if rest else {entry: None}
+            elif rest or first == "**":
+                waiting.append((entry, (first, *rest) if first == "**" else tuple(rest)))
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def load_documents(source: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> Iterator[str]:

@@ -184,17 +184,26 @@ def read_functions(value: Any, name: str, texts: bool = False) -> list[Function]
 def linked(turns: Sequence[Turn], name: str, known: Mapping[str, str] | None = MappingProxyType({})) -> list[Turn]:
     """Return the turns of the field ``name``, with the names of functions beside their results.
 
-    Raise FieldError if a result belongs to no call. ``known`` has the names of functions by the ids of calls before
-    these turns; None: there may be any.
+    A result without an id is that of the first call of the newest calls that has none yet. Raise FieldError if a result
+    belongs to no call, or two calls of an answer have one id. ``known`` has the names of functions by the ids of calls
+    before these turns; None: there may be any.
     """
-    names, found = dict(known or {}), []
+    names, found, waiting = dict(known or {}), list[Turn](), list[FunctionCall]()
     for place, turn in enumerate(turns):
         if turn.role == "tool":
-            if known is not None and turn.call_id not in names:
+            mine = next((i for i, call in enumerate(waiting) if turn.call_id in ("", call.id)), None)
+            if known is not None and mine is None and turn.call_id not in names:
                 field, got = f"{name}.{place}.tool_call_id", reprlib.repr(turn.call_id)
                 raise FieldError(f"{field} must be the id of a call in an earlier message; got {got}", field)
-            turn = turn._replace(name=turn.name or names.get(turn.call_id, ""))
-        names |= {call.id: call.name for call in turn.calls}
+            called = names.get(turn.call_id, "") if mine is None else waiting.pop(mine).name
+            turn = turn._replace(name=turn.name or called)
+        if turn.calls:
+            given = Counter(call.id for call in turn.calls if call.id)
+            if given and (most := given.most_common(1)[0])[1] > 1:
+                field = f"{name}.{place}.tool_calls"
+                raise FieldError(f"{field} must have different ids; got {most[1]} of the id {most[0]!r}", field)
+            waiting = [*(waiting if found and found[-1].calls else []), *turn.calls]
+            names |= {call.id: call.name for call in turn.calls if call.id}
         found.append(turn)
     return found
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,19 +113,23 @@ class AcademicTask(NamedTuple):
     metric: str
     folder: str
     """Folder of the task's definition in the harness."""
+    fields: tuple[str, ...]
+    """Columns that the harness reads, and that no item may leave empty."""
 
 
 TASKS: Mapping[str, AcademicTask] = {
-    "mmlu": AcademicTask(5, "acc", "mmlu/default"),
-    "boolq": AcademicTask(0, "acc_mutual_info", "super_glue/boolq"),
-    "hellaswag": AcademicTask(0, "acc_norm", "hellaswag"),
-    "piqa": AcademicTask(0, "acc_norm", "piqa"),
-    "social_iqa": AcademicTask(0, "acc_norm", "siqa"),
-    "winogrande": AcademicTask(0, "acc", "winogrande"),
-    "arc_easy": AcademicTask(0, "acc_norm", "arc"),
-    "arc_challenge": AcademicTask(0, "acc_norm", "arc"),
-    "nq_open": AcademicTask(5, "exact_match", "nq_open"),
-    "triviaqa": AcademicTask(5, "exact_match", "triviaqa"),
+    "mmlu": AcademicTask(5, "acc", "mmlu/default", ("question", "choices")),
+    "boolq": AcademicTask(0, "acc_mutual_info", "super_glue/boolq", ("passage", "question")),
+    "hellaswag": AcademicTask(0, "acc_norm", "hellaswag", ("activity_label", "ctx_a", "endings", "label")),
+    "piqa": AcademicTask(0, "acc_norm", "piqa", ("goal", "sol1", "sol2")),
+    "social_iqa": AcademicTask(
+        0, "acc_norm", "siqa", ("context", "question", "answerA", "answerB", "answerC", "label")
+    ),
+    "winogrande": AcademicTask(0, "acc", "winogrande", ("sentence", "option1", "option2", "answer")),
+    "arc_easy": AcademicTask(0, "acc_norm", "arc", ("question", "choices", "answerKey")),
+    "arc_challenge": AcademicTask(0, "acc_norm", "arc", ("question", "choices", "answerKey")),
+    "nq_open": AcademicTask(5, "exact_match", "nq_open", ("question", "answer")),
+    "triviaqa": AcademicTask(5, "exact_match", "triviaqa", ("question", "answer.aliases")),
 }
 
 
@@ -140,7 +146,8 @@ def academic(
         seed: seed of the shots and of the bootstrap.
 
     Raises:
-        ValueError: a task is unknown, or the answer of an item is none of its choices.
+        ValueError: a task is unknown, a file is damaged, a field of an item is empty, or its answer is none of its
+            choices.
         FileNotFoundError: ``data`` does not hold a task that is asked for.
     """
     for task in tasks:
@@ -187,7 +194,7 @@ def _row(name: str) -> str:
 
 def _spec(name: str, **settings: Any) -> dict[str, Any]:
     """Return the harness's settings of a task, with the table's shots and metrics; answers in words have its own."""
-    shots, metric, _ = TASKS[_row(name)]
+    shots, metric, *_ = TASKS[_row(name)]
     if metric.startswith("acc") and name != "mmlu":
         settings["metric_list"] = [{"metric": one} for one in dict.fromkeys((metric, "acc"))]
     return {"task": name, "num_fewshot": shots, **settings}
@@ -203,8 +210,10 @@ def _from_files(folder: Path, tasks: Sequence[str]) -> tuple[list[dict[str, Any]
     by_task: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
         name, _, split = path.stem.rpartition("_")
-        if path.suffix in SUFFIXES and split in SPLITS and (name in TASKS or name.startswith(SUBJECT)):
-            found.setdefault(name, {})[SPLITS[split]] = path
+        if path.suffix not in SUFFIXES or split not in SPLITS or not (name in TASKS or name.startswith(SUBJECT)):
+            continue
+        if (other := found.setdefault(name, {}).setdefault(SPLITS[split], path)) != path:
+            raise ValueError(f"a split must be one file; {folder} has {other.name} and {path.name}.")
     for name in found:
         by_task.setdefault(_row(name), []).append(name)
     missing = [task for task in TASKS if task not in by_task]
@@ -242,8 +251,14 @@ def _local_task(name: str, splits: Mapping[str, Path], notes: list[str]) -> dict
 
 def _open(name: str, splits: Mapping[str, Path]) -> dict[str, Any]:
     datasets = require("datasets", "eval").Dataset
-    readers = {".arrow": datasets.from_file, ".jsonl": datasets.from_json}
-    found = {split: readers[path.suffix](str(path)) for split, path in splits.items()}
+    readers, found = {".arrow": datasets.from_file, ".jsonl": datasets.from_json}, {}
+    for split, path in splits.items():
+        try:
+            found[split] = readers[path.suffix](str(path))
+        except (OSError, ValueError, StopIteration, require("datasets", "eval").exceptions.DatasetsError) as error:
+            raise ValueError(f"{path} must hold the items of {name}; it cannot be read: {error!r:.200}.") from error
+        for number, item in enumerate(found[split]):
+            _check_item(f"{path}, item {number},", TASKS[_row(name)], item)
     if name == "boolq":  # the harness reads super_glue, whose answers are in "label"; google/boolq says "answer"
         found |= {
             split: data.rename_column("answer", "label") for split, data in found.items()
@@ -252,14 +267,37 @@ def _open(name: str, splits: Mapping[str, Path]) -> dict[str, Any]:
     return found
 
 
+def _check_item(where: str, task: AcademicTask, item: Mapping[str, Any]) -> None:
+    """Raise ValueError if an item leaves a field empty that the harness would put into its prompt or its choices."""
+    for field in task.fields:
+        value: Any = item
+        for name in field.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        lists = list(value.values()) if isinstance(value, Mapping) else [value]
+        texts = [text for one in lists for text in (one if isinstance(one, list) else [one])]
+        sizes = {len(one) for one in lists if isinstance(one, list)}
+        few = field in ("choices", "endings") and min(sizes, default=0) < 2
+        if not texts or not all(str(text).strip() and text is not None for text in texts) or len(sizes) > 1 or few:
+            raise ValueError(f"{where} must have a whole {field}; got {value!r:.200}.")
+    if task is TASKS["mmlu"] and len(item["choices"]) != 4:
+        raise ValueError(f"{where} must have four choices; got {item['choices']!r:.200}.")
+
+
 def _check_answers(name: str, task: Any, limit: int | None) -> None:
-    """Raise ValueError if the answer of an item is none of its choices: the harness would count the item as wrong."""
-    for number, item in enumerate(task.eval_docs) if task.config.output_type == "multiple_choice" else ():
-        if limit is not None and number >= limit:
-            return
-        choices = task.doc_to_choice(item)
-        answer = task.doc_to_text(item) if task.multiple_input else task.doc_to_target(item)
-        if answer not in (range(len(choices)) if isinstance(answer, int) else choices):
+    """Raise ValueError if the answer of an item is none of its choices, or shots are too few: the harness would count
+    the item as wrong, or stop."""
+    count = task.config.num_fewshot
+    shots = list(task.fewshot_docs()) if count else []
+    if count and len(shots) < count + (task.config.fewshot_split == task.config.test_split):
+        raise ValueError(f"{name} must have {count} shots beside an item; there are {len(shots)}.")
+    items = [*islice(task.eval_docs, limit), *shots] if task.config.output_type == "multiple_choice" else []
+    for number, item in enumerate(items):
+        choices, answer = [], None
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            choices = task.doc_to_choice(item)
+            answer = task.doc_to_text(item) if task.multiple_input else task.doc_to_target(item)
+        known = range(len(choices)) if isinstance(answer, int) else choices
+        if answer not in known or not all(map(str.strip, choices)):
             raise ValueError(
                 f"the answer of each item of {name} must be one of its choices {choices}; that of item {number} is "
                 f"{answer!r}. The columns {', '.join(task.features)} must be those of "
@@ -275,7 +313,13 @@ def _load(specs: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     for spec in specs:
         if spec["task"] not in manager.all_tasks:
             check_task(spec["task"], manager.all_subtasks)
-    loaded = manager.load({"group": "table-1", "task": [dict(spec) for spec in specs]})["tasks"]
+    loaded: dict[str, Any] = {}
+    for spec in specs:
+        try:
+            loaded |= manager.load({"group": "table-1", "task": [dict(spec)]})["tasks"]
+        except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            message = f"{spec['task']} cannot be evaluated with these items: {str(error) or repr(error)}"
+            raise ValueError(message) from error
     for task in loaded.values():
         task.set_fewshot_seed(seed)
         task.construct_requests = partial(_requests, task.construct_requests)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -187,28 +188,38 @@ def retrieval(
     if grid.depths is not None and task not in WITH_DEPTH:
         raise ValueError(f"{task} hides more than one needle, so its places are drawn; got depths. Leave them out.")
     units_of = units_by_length(task, model.tokenizer, texts)
-    scores, notes, answers = list[Score](), list[str](), list[dict[str, Any]]()
-    for length in grid.lengths:
-        hay = Haystack(task, model.tokenizer, length, units_of(length))
+    hays = [Haystack(task, model.tokenizer, length, units_of(length)) for length in grid.lengths]
+    different = hays[-1].units.questions or grid.samples
+    count = min(grid.samples, different)
+    scores, answers, words = list[Score](), list[dict[str, Any]](), hays[-1].units.most
+    notes = [f"{count} samples, one for each question"] if different < grid.samples else []
+
+    def samples(hay: Haystack) -> Iterator[tuple[dict[str, Any], Iterable[Sample]]]:
         units = hay.fit()
         for depth in [None] if grid.depths is None else grid.depths:
-            where = {"task": task, "length": length, "depth": RANDOM if depth is None else depth}
-            place, found = f"length {length:,}, depth {where['depth']}", []
-            report(place)
-            for number in range(grid.samples):
-                sample = hay.sample(units, depth, f"{seed} {length} {depth} {number}", number)
-                tokens = document_ids(model.tokenizer, sample.prompt)
-                found.append((sample, model.write(model.read(tokens), TASKS[task])))
-                answers.append(where | {"expected": list(sample.answers), "tokens": len(tokens), "got": found[-1][1]})
-            scores += _scores(found, where, seed)
-            if empty := sum(not got.strip() for _, got in found):
-                notes.append(f"{place}: {empty} of {len(found)} answers are empty, and count as wrong")
+            where = {"task": task, "length": hay.length, "depth": RANDOM if depth is None else depth}
+            names = (f"{seed} {hay.length} {depth} {number}" for number in range(count))
+            made = (hay.sample(units, depth, name, number) for number, name in enumerate(names))
+            # A question that does not fit must not end the evaluation after others were answered.
+            yield where, list(made) if task in READERS else made
+
+    every = chain.from_iterable(map(samples, hays))
+    for where, asked in list(every) if task in READERS else every:
+        place, found = f"length {where['length']:,}, depth {where['depth']}", []
+        report(place)
+        for sample in asked:
+            tokens = document_ids(model.tokenizer, sample.prompt)
+            found.append((sample, model.write(model.read(tokens), TASKS[task])))
+            answers.append(where | {"expected": list(sample.answers), "tokens": len(tokens), "got": found[-1][1]})
+        scores += _scores(found, where, seed)
+        if empty := sum(not got.strip() for _, got in found):
+            notes.append(f"{place}: {empty} of {len(found)} answers are empty, and count as wrong")
     settings = {
         "task": task, "texts": [text.name for text in texts], "lengths": list(grid.lengths),
         "depths": RANDOM if grid.depths is None else list(grid.depths), "samples": grid.samples,
         "new_tokens": TASKS[task],
     }  # fmt: skip
-    return Results("retrieval", scores, settings, seed, notes, {"words": hay.units.most, "answers": answers})
+    return Results("retrieval", scores, settings, seed, notes, {"words": words, "answers": answers})
 
 
 def _scores(found: Sequence[tuple[Sample, str]], where: dict[str, Any], seed: int) -> list[Score]:

@@ -17,6 +17,7 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from gecko.data.readers import check_unicode
 from gecko.runtime.process import require
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -76,6 +77,8 @@ class Units(NamedTuple):
     least: int = 1
     most: int | None = None
     """None: unlimited."""
+    questions: int | None = None
+    """Number of different samples of one size, which follow each other; None: all samples differ."""
 
 
 class Needles(NamedTuple):
@@ -240,7 +243,7 @@ def questions(asked: Sequence[Asked], documents: Sequence[str]) -> Units:
         context = "\n\n".join(f"Document {place}:\n{documents[which]}" for place, which in enumerate(chosen, 1))
         return Sample(QUESTION.format(context=context, question=one.question), one.answers, one_suffices=True)
 
-    return Units(build, max(len(one.needed) for one in asked), len(documents))
+    return Units(build, max(len(one.needed) for one in asked), len(documents), len(asked))
 
 
 def read_squad(found: Any) -> tuple[list[Asked], list[str]]:
@@ -253,24 +256,28 @@ def read_squad(found: Any) -> tuple[list[Asked], list[str]]:
         for context, every in article:
             others = tuple(dict.fromkeys(numbers[other] for other, _ in article if other != context))
             for one in (one for one in every if not one.get("is_impossible", False)):
-                answers = tuple(_text(answer["text"]) for answer in one["answers"])
+                answers = tuple(_text(answer["text"]).strip() for answer in one["answers"])
                 asked.append(Asked(_text(one["question"]), answers, (numbers[context],), others))
     return [one for one in asked if one.answers], documents
 
 
 def read_hotpotqa(found: Any) -> tuple[list[Asked], list[str]]:
     """Return the questions of HotpotQA, and its paragraphs with their titles."""
-    shown = [[f"{title}\n{''.join(sentences)}" for title, sentences in one["context"]] for one in found]
+    shown = [[_text(f"{title}\n{''.join(sentences)}") for title, sentences in one["context"]] for one in found]
     documents = sorted({document for every in shown for document in every})
     numbers = {document: number for number, document in enumerate(documents)}
     needed = (tuple(dict.fromkeys(numbers[document] for document in every)) for every in shown)
     pairs = zip(found, needed, strict=True)
-    return [Asked(_text(one["question"]), (_text(one["answer"]),), its) for one, its in pairs], documents
+    asked = [Asked(_text(one["question"]), (_text(one["answer"]).strip(),), its) for one, its in pairs]
+    if empty := next((one.question for one in asked if not one.needed), None):
+        raise ValueError(f"a question must have paragraphs that answer it; the context of {empty!r:.80} has none.")
+    return asked, documents
 
 
 def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value.strip():
         raise ValueError(f"questions, answers and documents must be text; got {value!r:.80}.")
+    check_unicode(value, f"{value[:40]!a}")
     return value
 
 

@@ -278,7 +278,7 @@ def open_texts(sources: Sequence[str], *, joined: bool) -> list[Text]:
 
 
 def open_files(sources: Sequence[str]) -> list[Text]:
-    """Return each file as a text, whatever its suffix says.
+    """Return each file as a text, whatever its suffix says; one that several sources name is one text.
 
     Raises:
         FileNotFoundError: a source is not a file. Standard input is not supported, since texts are read repeatedly.
@@ -288,7 +288,8 @@ def open_files(sources: Sequence[str]) -> list[Text]:
         if not path.is_file():
             there = f"{path}: {found_at(path)}" if os.path.lexists(path) else f"there is no file {path}"
             raise FileNotFoundError(f"a text must be a file, since it is read more than once; {there}.")
-    return [Text(str(path), (path,)) for path in paths]
+    first = {path.resolve(): path for path in reversed(paths)}
+    return [Text(str(path), (path,)) for path in paths if path is first[path.resolve()]]
 
 
 class Cursor:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gecko.data import document_ids
-from gecko.data.readers import read_records
+from gecko.data.readers import check_unicode, read_records
 from gecko.eval.results import Report, Results, Score, Values, bootstrap, bootstrap_mean, check_task, quiet
 from gecko.eval.scored_model import ScoredModel
 from gecko.runtime.process import cached_data_sets_without_network, require
@@ -96,8 +96,15 @@ def _of_records(records: Iterator[tuple[str, dict[str, Any]]]) -> list[Question]
         question, separator, document = record["input"].partition("\n\n")
         if not separator:
             raise ValueError(f"{where} must have question and document in 'input', an empty line between; it has none.")
-        first = several.setdefault(record["id"], Question(document.strip(), question.strip(), ()))
+        asked = Question(document.strip(), question.strip(), ())
+        first = several.setdefault(record["id"], asked)
+        if first[:2] != asked[:2]:
+            raise ValueError(f"{where} must have an id of its own; another question has its id {record['id']!r}.")
         several[record["id"]] = first._replace(answers=(*first.answers, record["output"]))
+    for name, one in several.items():
+        check_unicode("".join((one.document, one.text, *one.answers)), f"question {name!r}")
+        if not any(map(str.strip, one.answers)):
+            raise ValueError(f"question {name!r} must have an answer to compare with; it has none. Leave it out.")
     return list(several.values())
 
 

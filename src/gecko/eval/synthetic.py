@@ -52,6 +52,9 @@ class TaskSize:
     noise_share: float = 0.2
     """Noisy recall: share of the pairs that are noise, of the upper half of the vocabulary."""
 
+    def __post_init__(self) -> None:
+        _check(self.items >= 1, "a task needs at least one item", self, "items")
+
 
 def mqar(size: TaskSize, rows: int, generator: torch.Generator) -> SyntheticBatch:
     """Generate multi-query associative recall: pairs of key and value, then each key again; the answer is its value.
