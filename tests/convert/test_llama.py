@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 import re
 import shutil
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.llamas import CASES, CHUNK, LLAMA3, in_float64, random_model, write_tiny
+from support.llamas import CASES, CHUNK, LLAMA3, SIZES, in_float64, random_model, write_tiny
 from torch import Tensor
 
 import gecko
@@ -25,9 +27,12 @@ def frequencies(config: GeckoConfig) -> Tensor:
     return config.rope_base**exponents if given is None else torch.tensor(given, dtype=torch.float64)
 
 
-def check(theirs: Any, folder: Path, chunk: int) -> gecko.Gecko:
-    """Convert a model of transformers, and compare the logits of two chunks in float64."""
+def check(theirs: Any, folder: Path, chunk: int, fields: dict[str, Any] | None = None) -> gecko.Gecko:
+    """Convert a model of transformers, and compare the logits of two chunks in float64. ``fields`` replace its config,
+    which transformers writes without what it ignores."""
     theirs.save_pretrained(folder / "source", max_shard_size="10KB")
+    if fields is not None:
+        (folder / "source" / "config.json").write_text(json.dumps(fields))
     said = convert_model(str(folder / "source"), folder / "out", chunk_size=chunk)
     ours = gecko.load(folder / "out")
     count = sum(parameter.numel() for parameter in theirs.parameters())
@@ -127,6 +132,49 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     assert "# x # y (z) b in a Gecko block" in card and "<" not in card and "see its source" in card
 
 
+ODD: list[dict[str, Any]] = [
+    {"use_sliding_window": False, "sliding_window": 3}, {"use_sliding_window": True, "sliding_window": 3},
+    {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, {"use_sliding_window": True},
+    {"sliding_window": 3}, {"sliding_window": None}, {"sliding_window": 2 * CHUNK, "use_sliding_window": True},
+    {"sliding_window": 3, "layer_types": ["full_attention", "full_attention"]}, {"max_window_layers": 0},
+    {"attention_bias": True}, {"attention_bias": False}, {"mlp_bias": True}, {"mlp_bias": False}, {"is_causal": False},
+    {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"head_dim": 4},
+    {"pretraining_tp": 2}, {"attention_dropout": 0.5},
+    {"rope_theta": 100.0}, {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 50.0}},
+    {"rope_scaling": {"rope_theta": 50.0}, "rope_parameters": {"rope_theta": 7.0}}, {"rope_scaling": {}},
+    {"rope_parameters": {"type": "linear", "factor": 2.0}}, {"rope_scaling": {"type": "default"}, "rope_theta": 9.0},
+    {"rope_type": "linear", "factor": 2.0}, {"rope_divisors": [2.0, 3.0, 4.0]}, {"factor": -1.0},
+    *({"rope_parameters": LLAMA3, **more} for more in (
+        {}, {"factor": 2.0}, {"low_freq_factor": 2.0}, {"original_max_position_embeddings": 16}, {"rope_theta": 7.0},
+    )),
+    *({"rope_parameters": more} for more in (
+        {"rms_norm_eps": 5.0}, {"sliding_window": 3, "use_sliding_window": True}, {"num_key_value_heads": 1},
+        {"head_dim": 2}, {"hidden_act": "gelu"}, {"attention_bias": True}, {"rope_divisors": [2.0, 3.0, 4.0]},
+        {"tie_word_embeddings": True}, {"model_type": "qwen2"}, {"is_causal": False}, {"num_experts": 8}, {"x": 1},
+    )),
+]  # fmt: skip
+"""Fields that only some models have, that have unusual values, or that are where another field should be."""
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.arange(2 * CHUNK)[None]).logits
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("odd", ODD)
+def test_a_field_means_what_it_means_to_transformers(odd: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    """The logits are those of transformers, or the conversion is refused and the field changes these logits."""
+    base = {"max_window_layers": 1}  # the second layer of a Qwen may have a window
+    theirs, fields = random_model(kind, base | copy.deepcopy(odd)), {"model_type": kind.lower(), **SIZES, **base, **odd}
+    changed = not torch.allclose(logits(theirs), logits(random_model(kind, base)))
+    try:
+        check(theirs, tmp_path, CHUNK, fields)
+    except ValueError:
+        assert changed
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mixtral"}, "model_type must be llama or mistral or qwen2 or qwen3"),
     ({"model_type": "gecko"}, "model_type must be llama or"),
@@ -145,6 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "dynamic"}}, "got 'dynamic'"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "got 'longrope'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3 needs factor, low_freq_factor"),
+    ({"rope_parameters": {"rope_type": "llama3"}, **LLAMA3}, "rope_type llama3 needs factor, low_freq_factor"),
     ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "the second below the third"),
     ({"rope_parameters": {**LLAMA3, "factor": -1.0}}, "factor must be above 0"),
     ({"rope_parameters": "yarn"}, "config.json must hold"),
@@ -205,20 +254,32 @@ def test_values_that_mean_nothing_are_accepted(tmp_path: Path) -> None:
     assert gecko.load(tmp_path / "out").config.rope_base == 5e5
 
 
-@pytest.mark.parametrize("model_type, heads, window", [("llama", 4, None), ("mistral", 8, 4096), ("qwen2", 32, 4096)])
-def test_missing_fields_are_those_of_transformers(model_type: str, heads: int, window: int | None) -> None:
+NULLS = {
+    "llama": ("num_key_value_heads", "sliding_window", "head_dim"), "mistral": ("sliding_window", "head_dim"),
+    "qwen2": ("num_key_value_heads", "sliding_window"), "qwen3": ("num_key_value_heads", "sliding_window"),
+}  # fmt: skip
+"""Fields that may be null in transformers."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given"),
+    [(kind, given) for kind, names in NULLS.items() for given in ({}, *({name: None} for name in names))],
+)
+def test_missing_fields_are_those_of_transformers(model_type: str, given: dict[str, Any]) -> None:
+    """Null ones mean what they mean there."""
     import transformers
 
     fields = {
         "model_type": model_type, "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 4,
+        "num_attention_heads": 4, **given,
     }  # fmt: skip
     ours, theirs = SourceConfig.of(fields), transformers.CONFIG_MAPPING[model_type](**fields)
-    assert (ours.num_key_value_heads or 4) == heads == theirs.num_key_value_heads
+    assert ours.key_value_heads == theirs.num_key_value_heads
+    assert (ours.head_dim or 16) == (getattr(theirs, "head_dim", None) or 16)
     assert (ours.sliding_window if ours.use_sliding_window else None) == getattr(theirs, "sliding_window", None)
-    assert ours.sliding_window == window
     assert ours.rms_norm_eps == theirs.rms_norm_eps and ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"] and ours.hidden_act == theirs.hidden_act
+    assert not getattr(theirs, "attention_bias", False) and not getattr(theirs, "mlp_bias", False)
 
 
 INDEX = "model.safetensors.index.json"

@@ -150,6 +150,24 @@ def test_what_is_refused():
 
 
 @BITS
+@pytest.mark.parametrize("size", ["value_dim", "ffn_dim"])
+def test_narrow_matrices_are_rounded_or_refused_whole(bits, size):
+    """A row of one weight is refused: its scale would take the memory that the weight takes."""
+    torch.manual_seed(0)
+    for width in (1, 2, 3, GROUP):
+        made = gecko.Gecko(dataclasses.replace(WIDE, num_heads=1, **{size: width}))
+        exact = logits(made)
+        try:
+            quantize(made, bits)
+        except ValueError as error:
+            assert f"has rows of {width}" in str(error)
+            assert bits == 4 or width == 1
+            assert torch.equal(logits(made), exact)
+        else:
+            assert float((logits(made) - exact).norm() / exact.norm()) < {8: 0.03, 4: 0.4}[bits]
+
+
+@BITS
 def test_a_file_that_lacks_a_weight(bits, tmp_path):
     quantized(bits).save(tmp_path)
     tensors, metadata = load_tensors(tmp_path / "model.safetensors")

@@ -40,6 +40,25 @@ def test_a_design_computes_its_equations(name, starts):
     torch.testing.assert_close(found[0], wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("memory", ["none", "adaptive"])
+@pytest.mark.parametrize("heads", [{"num_heads": 1}, {"num_heads": 3}, {"num_heads": 3, "key_value_heads": 1}], ids=str)
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_rows_of_any_width_are_read_in_any_calls(width, heads, memory):
+    """The convolution joins queries, keys and values, so an odd width of a value makes rows of an odd width."""
+    torch.manual_seed(0)
+    count = heads["num_heads"]
+    sizes = {"key_dim": 4 * count, "value_dim": width * count, **heads, "memory": memory}
+    separate = {"queries_and_keys": "separate", "convolution_width": 3, "norm_groups": 1, "timestep_groups": 1}
+    model = gecko.Gecko(dataclasses.replace(cases.SMALL, **separate, **sizes)).double()
+    for rows in (1, 2):
+        text = cases.tokens(rows, LENGTH)
+        whole, state = model(text)[0], None
+        assert model.loss(text[:, :-1], text[:, 1:]).isfinite()
+        for token in range(LENGTH):
+            step, state = model(text[:, token : token + 1], state=state)
+            torch.testing.assert_close(step[:, 0], whole[:, token])
+
+
 COUNTS = {"gekko-0.9b": 881_552_384, "gekko-4b": 3_870_725_120, "gekko-7.1b": 6_713_057_280}
 
 

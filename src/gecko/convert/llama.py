@@ -65,6 +65,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Defaults in transformers that differ from those of a Llama."""
 _ROPES = ("default", "llama3")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_IN_ROPE = {"rope_type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
+"""Fields that are read in ``rope_parameters``; those but ``rope_theta`` and ``partial_rotary_factor`` only there."""
+_UNREAD = {
+    "llama": {"sliding_window", "use_sliding_window"}, "mistral": {"use_sliding_window", "attention_bias", "mlp_bias"},
+    "qwen2": {"attention_bias", "mlp_bias"}, "qwen3": {"mlp_bias"},
+}  # fmt: skip
+"""Fields that a kind of model does not have; transformers computes the same whatever they say."""
 
 
 def _only(*wanted: Any, because: str) -> Parsed:
@@ -118,8 +125,11 @@ class SourceConfig:
         """Build it from a ``config.json`` with transformers' defaults; ValueError for what a block cannot compute."""
         rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
         rope.setdefault("rope_type", rope.get("type", "default"))
-        given = {**DEFAULTS.get(str(fields.get("model_type")), {}), **fields, **rope}
-        return build(cls, {name: value for name, value in given.items() if name in cls.__dataclass_fields__})
+        rope |= {name: fields[name] for name in _LLAMA3[-1:] if name in fields}  # which transformers prefers
+        kind = str(fields.get("model_type"))
+        known = cls.__dataclass_fields__.keys() - {"rope_type", "rope_divisors", *_LLAMA3} - _UNREAD.get(kind, set())
+        own = {name: fields[name] for name in fields.keys() & known}
+        return build(cls, {**DEFAULTS.get(kind, {}), **own, **{name: rope[name] for name in rope.keys() & _IN_ROPE}})
 
     @property
     def key_value_heads(self) -> int:

@@ -23,7 +23,8 @@ def quantize(model: nn.Module, bits: int) -> None:
     """Quantise the matrices of the model's blocks in place; the model is then for inference only.
 
     Raise ImportError if torchao is not installed, ValueError if ``bits`` is neither 8 nor 4, the model has no such
-    matrices, the weights are float64 or already quantised, or ``GROUP`` does not divide the rows of a matrix in 4 bits.
+    matrices, their rows are single weights, the weights are float64 or already quantised, or ``GROUP`` does not divide
+    the rows of a matrix in 4 bits.
     """
     if bits not in _KINDS:
         raise ValueError(f"bits must be 8 or 4; got {bits}.")
@@ -39,6 +40,8 @@ def quantize(model: nn.Module, bits: int) -> None:
             raise ValueError(f"the model must not be quantised yet; {name} is. Quantise the model it was made from.")
         if weight.dtype == torch.float64:
             raise ValueError(f"weights must be float32, bfloat16 or float16; {name} is float64. Try model.float().")
+        if weight.shape[1] == 1:
+            raise ValueError(f"matrices must have rows of several weights; {name} has rows of 1. Do not quantise it.")
         if bits == 4 and weight.shape[1] % GROUP:
             raise ValueError(
                 f"4 bits need rows of whole groups of {GROUP}; {name} has rows of {weight.shape[1]}. Try 8 bits."

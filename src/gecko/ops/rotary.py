@@ -43,7 +43,9 @@ def rotate(x: Tensor, phases: Tensor, heads: int) -> Tensor:
         (a, b), (cos, sin) = x[:, :heads].unflatten(-1, (-1, 2)).unbind(-1), phases.unbind(-1)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
         return turned if heads == x.shape[1] else torch.cat([turned, x[:, heads:]], dim=1)
-    x = x if x.stride(-1) == 1 else x.contiguous()  # view_as_complex needs adjacent real and imaginary parts
+    *steps, step = x.stride()
+    if step != 1 or any(each % 2 for each in (*steps, x.storage_offset())):  # else view_as_complex finds no pairs
+        x = x.clone(memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(x[:, :heads].unflatten(-1, (-1, 2)))
     turned = torch.view_as_real(pairs * phases).flatten(-2)
     return turned if heads == x.shape[1] else torch.cat([turned, x[:, heads:]], dim=1)
