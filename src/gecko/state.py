@@ -92,12 +92,15 @@ class GeckoState(TensorRecord):
 
     def rows(self, index: Sequence[int]) -> GeckoState:
         """Return the rows of ``index`` in that order; a row may occur more than once."""
-        return self.map(lambda x: x.index_select(0, to_device(torch.tensor(list(index), device="cpu"), x.device)))
+        chosen = torch.tensor(list(index), dtype=torch.int64, device="cpu")
+        return self.map(lambda x: x.index_select(0, to_device(chosen, x.device)))
 
     @staticmethod
     def stack(states: Sequence[GeckoState]) -> GeckoState:
         """Concatenate the rows of several states, which may be at different positions. Raise ValueError if they are of
-        different models."""
+        different models, or there are none."""
+        if not states:
+            raise ValueError("states that become one batch must be at least one; got none.")
         for state in states[1:]:
             if (state.config, state.model) != (states[0].config, states[0].model):
                 raise ValueError("states that become one batch must be of one model; got states of different ones.")
@@ -142,8 +145,7 @@ class GeckoState(TensorRecord):
         wide = torch.promote_types(wide, torch.float32)
         blank = cls.empty(config, max(1, rows), model=metadata.get("model", ""), dtype=wide, device="meta")
         if not config.bfloat16_window:
-            window = blank.mixers[0].attention.to(keys, values)
-            blank = replace(blank, mixers=tuple(replace(mixer, attention=window) for mixer in blank.mixers))
+            blank = blank.with_window(keys, values)
         filled = iter(fitted(path, tensors, blank.tensors()).values())
         state = blank.map(lambda _: next(filled))
         state.check_counts(path)
@@ -160,6 +162,11 @@ class GeckoState(TensorRecord):
                 f"{source} must hold counts of tokens: 0 ≤ document start ≤ position ≤ {_LONGEST:,}, and in every norm "
                 f"position − document start; got {start.tolist()}, {position.tolist()} and {counts.tolist()}."
             )
+
+    def with_window(self, keys: torch.dtype, values: torch.dtype) -> GeckoState:
+        """Return the state with the keys and values of the attention window in these dtypes."""
+        mixers = (replace(mixer, attention=mixer.attention.to(keys, values)) for mixer in self.mixers)
+        return replace(self, mixers=tuple(mixers))
 
     def to(self, device: torch.device | str) -> GeckoState:
         """Move the state to a device, except the clock."""

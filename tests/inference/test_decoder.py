@@ -218,11 +218,12 @@ def test_stored_values_are_rounded_as_torch_rounds() -> None:
     model = cases.model("gecko", torch.float32)
     stored = {}
     for dtype in (torch.bfloat16, torch.float32):
-        empty = replace(prefill_of(model, 1), state=gecko.GeckoState.empty(model.config, value_dtype=dtype))
-        decoder = decode_from(model, [empty] * 2)
-        assert decoder.backend == "cpu"
-        run(decoder, cases.tokens(2, STEPS, 2))
-        stored[dtype] = decoder.state(1).mixers[0].attention.values
+        state = gecko.GeckoState.empty(model.config, 2, value_dtype=dtype).map(torch.clone)  # layers share them
+        network = PackedWeights(model, "cpu").with_states(state)
+        for column in cases.tokens(2, STEPS, 2).unbind(1):
+            network.step(column.tolist())
+            state.clock.position.add_(1)
+        stored[dtype] = state.mixers[0].attention.values
     assert stored[torch.bfloat16].dtype == torch.bfloat16
     assert torch.equal(stored[torch.bfloat16], stored[torch.float32].bfloat16())
 
@@ -233,7 +234,8 @@ def test_weights_in_bfloat16_are_read_as_they_are() -> None:
     model = cases.model("gecko", torch.float32).bfloat16()
     wide = copy.deepcopy(model).float()
     prefill, tokens = prefill_of(wide, 3 * cases.CHUNK), cases.tokens(1, STEPS, 2)
-    decoders = [decode_from(*of) for of in ((model, [prefill]), (wide, [prefill]), (model, [prefill_of(model, 20)]))]
+    ways = (model, [prefill], torch.float32), (wide, [prefill]), (model, [prefill_of(model, 20)])
+    decoders = [decode_from(*way) for way in ways]
     assert {decoder.backend for decoder in decoders} == {"cpu"}
     found, expected, own = (run(decoder, tokens) for decoder in decoders)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -263,6 +265,30 @@ def test_a_window_in_bfloat16_is_a_state_whose_window_is_rounded_at_every_step(v
 def test_a_window_in_bfloat16_needs_the_decoder_in_c() -> None:
     with pytest.raises(ValueError, match="decodes in C"):
         Decoder(cases.model("gecko", torch.float64), 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("variant", ["gecko", "separate", "shared-rms"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float64])
+def test_slots_have_the_dtypes_of_the_models_own_states(
+    weights: torch.dtype, variant: str, window: torch.dtype
+) -> None:
+    """Whatever the first state that enters has. With RMS norms, the keys tell how it was computed."""
+    model = cases.model(variant, torch.float32).to(weights)
+    prefill = prefill_of(model, 20)
+    forged = prefill.state.with_window(window, window)
+    if model.config.norm == "rms" and forged.dtype != prefill.state.dtype:
+        with pytest.raises(ValueError, match="as this model computes it"):
+            read(model, [torch.tensor([1])], forged)
+        forged = prefill.state.with_window(prefill.state.mixers[0].attention.keys.dtype, window)
+    other = replace(prefill, state=forged)
+    decoder, own = decode_from(model, [other]), decode_from(model, [prefill])
+    expected = [tensor.dtype for tensor in model.empty_state().tensors().values()]
+    for one in (decoder, own):
+        assert one._all is not None
+        assert [tensor.dtype for tensor in one._all.tensors().values()] == expected
+        assert [tensor.dtype for tensor in one.state(0).tensors().values()] == expected
+    assert decoder.backend == own.backend
 
 
 def in_format(name: str, ffn_dim: int = 160, value_dim: int = 192) -> gecko.Gecko:

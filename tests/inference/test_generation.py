@@ -14,6 +14,8 @@ import gecko
 from gecko.data import document_ids, load_tokenizer
 from gecko.inference import NewToken, stream
 from gecko.inference.decoder import Decoder
+from gecko.inference.generate import LlamaStream, prefill_llama
+from gecko.models.llama import Llama, LlamaConfig
 
 PROMPTS = st.lists(st.lists(st.integers(0, 263), min_size=1, max_size=40), min_size=1, max_size=5)
 SAMPLINGS: list[dict[str, Any]] = [
@@ -101,12 +103,13 @@ def test_a_state_in_the_middle_of_a_stream_has_read_what_came_out(model: gecko.G
     torch.testing.assert_close(state.final_norm.mean, expected.final_norm.mean)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_state_after_numbers_that_are_not_finite_has_read_what_came_out(
-    model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch
+    model: gecko.Gecko, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """The other rows continue without the broken one."""
-    whole = gecko.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=0)
-    tokens = stream(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=0)
+    """The other rows continue without the broken one, with the random numbers that they would have drawn."""
+    whole = gecko.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=temperature, seed=1)
+    tokens = stream(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, temperature=temperature, seed=1)
     made = [token for _, token in zip(range(6), tokens, strict=False)]
     with monkeypatch.context() as patch:
         step = Decoder.step
@@ -250,3 +253,17 @@ def test_a_text_is_its_ids_and_the_result_is_text() -> None:
     assert after.tokens == gecko.generate(model, ids, state=texts.state, **options).tokens
     ending = gecko.generate(model, "It was ", logit_bias={tokenizer.document_end: 100.0}, **options)
     assert ending.tokens == [[]] and ending.finish_reasons == ["stop"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_llama_draws_no_token_from_numbers_that_are_not_finite(value: float, temperature: float) -> None:
+    """Whichever sampler draws."""
+    llama = Llama(LlamaConfig(vocab_size=64, num_layers=1, model_dim=32, num_heads=2, ffn_dim=32)).eval()
+    with torch.no_grad():
+        llama.lm_head.weight[3] = value
+    for dtype in (torch.float32, torch.float64):
+        reading = prefill_llama(llama.to(dtype), [torch.tensor([1, 2])])
+        tokens = LlamaStream(llama, reading, seed=0, temperature=temperature, max_new_tokens=3)
+        with pytest.raises(ValueError, match="logits must be finite"):
+            next(iter(tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from serving.texts import alone, request, run
 import gecko
 from gecko.data import Tokenizer, load_tokenizer
 from gecko.inference import Sampling
-from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler
+from gecko.inference.grammar import Constraint, ConstraintError, Grammar, GrammarCompiler, Matcher
 from gecko.inference.scheduler import Engine
 
 BIG = gecko.GeckoConfig(
@@ -194,6 +195,68 @@ def test_a_constraint_that_becomes_too_complex_ends_its_sequence_alone(
     (first, second), log = run(Engine(model), bound, free)
     assert log.ends[first].reason == "constraint"
     assert "too many expressions" in str(log.ends[first].error)
+    assert log.ids(second) == alone(model, free).tokens[0]
+
+
+PLACES = st.sets(st.sampled_from([97, 98, 99, 256]))
+PATHS = [
+    Sampling(0.0), Sampling(0.9), Sampling(0.9, top_p=0.9), Sampling(0.9, top_k=5), Sampling(0.9, min_p=0.1),
+    Sampling(0.0, repetition_penalty=1.3), Sampling(0.9, repetition_penalty=1.3), Sampling(0.9, presence_penalty=1.0),
+]  # fmt: skip
+"""Samplings on every path, in C, and in PyTorch with and without each cut and penalty."""
+
+
+@settings(max_examples=60)
+@given(
+    pattern=st.sampled_from(["ab", "a*", "ba*", "a{0}", "[ab]{2}c?", "(ab|ba)*c"]), stops=PLACES, banned=PLACES,
+    least=st.integers(0, 4), sampling=st.sampled_from(PATHS), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_constraint_without_a_token_to_draw_ends_its_sequence_alone(
+    model: gecko.Gecko, bytewise: GrammarCompiler, pattern: str, stops: set[int], banned: set[int], least: int,
+    sampling: Sampling, seed: int,
+) -> None:  # fmt: skip
+    """Whatever takes the tokens away: stop tokens are no part of the text, others are excluded, or come too early."""
+    bound = request(
+        new=8, sampling=replace(sampling, logit_bias=dict.fromkeys(banned, -100.0)), seed=seed,
+        constraint=bytewise.compile(Grammar("regex", pattern)), stop_tokens=frozenset(stops), min_new_tokens=least,
+    )  # fmt: skip
+    free = [request(new=9, sampling=one, seed=seed) for one in (Sampling(0.0), sampling)]
+    (first, *others), log = run(Engine(model), bound, *free)
+    assert [log.ids(other) for other in others] == [alone(model, asked).tokens[0] for asked in free]
+    made, end = log.ids(first), log.ends[first]
+    assert not (stops | banned) & set(made)
+    if end.reason == "constraint":
+        assert end.error is not None and "stop tokens, or excluded by logit_bias" in end.error
+    else:
+        assert end.reason == "length" or (end.reason == "stop" and re.fullmatch(pattern, bytes(made).decode()))
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 99), drawn=st.sampled_from([0.0, 0.9]))
+def test_json_that_cannot_end_ends_its_sequence_alone(
+    model: gecko.Gecko, bytewise: GrammarCompiler, seed: int, drawn: float
+) -> None:
+    """After some white space: the quotes of names are stop tokens, and the closing brace is excluded."""
+    sampling = Sampling(drawn, top_p=0.9, logit_bias={125: -100.0})
+    constraint = bytewise.compile(Grammar.json_schema({"type": "object"}))
+    bound = request(new=60, sampling=sampling, seed=seed, constraint=constraint, stop_tokens=frozenset({34}))
+    free = request(new=60, sampling=Sampling(drawn), seed=seed)
+    (first, second), log = run(Engine(model), bound, free)
+    assert log.ends[first].reason == "constraint" and "stop tokens" in str(log.ends[first].error)
+    assert bytes(log.ids(first)).strip() == b"{"
+    assert log.ids(second) == alone(model, free).tokens[0]
+
+
+def test_an_error_in_a_constraint_ends_its_sequence_alone(
+    model: gecko.Gecko, bytewise: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Matcher, token: int) -> None:
+        raise IndexError("planted")
+
+    monkeypatch.setattr(Matcher, "advance", fail)
+    bound, free = request(constraint=bytewise.compile(Grammar("regex", "ab"))), request(new=9)
+    (first, second), log = run(Engine(model), bound, free)
+    assert (log.ends[first].reason, log.ends[first].error) == ("error", "IndexError: planted")
     assert log.ids(second) == alone(model, free).tokens[0]
 
 

@@ -234,6 +234,22 @@ def test_what_the_grammar_does_not_hold_is_refused(schema: dict[str, Any], told:
         COMPILER.compile(Grammar.json_schema(schema))
 
 
+@settings(max_examples=100)
+@given(data=st.data(), others=st.sampled_from([{}, {"format": "date"}, {"exclusiveMinimum": 1, "exclusiveMaximum": 2}]))
+def test_a_keyword_of_the_wrong_type_is_refused_by_its_name(data: st.DataObject, others: dict[str, Any]) -> None:
+    """Whatever else the schema says, and wherever it stands."""
+    wrong = {
+        "allOf": [None, {}, "a", 5, True], "format": [None, {}, 5, ["a"], True], "pattern": [None, {}, 5, ["a"], True],
+        **{name: [None, {}, "5", [5], True] for name in ("minimum", "maximum", "multipleOf")},
+        **{name: [None, {}, "5", [5]] for name in ("exclusiveMinimum", "exclusiveMaximum")},
+    }  # fmt: skip
+    keyword = data.draw(st.sampled_from(sorted(wrong)))
+    inner = {**others, keyword: data.draw(st.sampled_from(wrong[keyword]))}
+    schema = data.draw(st.sampled_from([inner, {"properties": {"a": inner}}, {"allOf": [inner]}, {"items": inner}]))
+    with pytest.raises(ConstraintError, match=f"^{keyword} must be a .*; got "):
+        COMPILER.compile(Grammar.json_schema(schema))
+
+
 @pytest.mark.parametrize("form", ["date", "date-time", "time"])
 def test_dates_are_those_of_the_calendar(form: str) -> None:
     for day, time in (("2023-02-29", "00:00:00Z"), ("0000-01-01", "00:00:00Z"), ("2023-04-05", "23:59:60Z")):

@@ -142,6 +142,32 @@ def test_excluded_tokens_are_never_drawn(temperature: float, top_k: int | None) 
     assert set(draw(logits, Sampling(temperature, top_k), randoms)) == ({1, 3} if temperature else {1})
 
 
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("sampling", [
+    Sampling(0.0), Sampling(0.8), Sampling(0.8, top_p=0.9), Sampling(0.8, top_k=3), Sampling(0.8, min_p=0.1),
+    Sampling(0.0, repetition_penalty=1.3), Sampling(0.8, presence_penalty=1.0),
+    Sampling(0.8, logit_bias=dict.fromkeys(range(1, 6), -100.0)),
+])  # fmt: skip
+def test_a_row_without_a_token_to_draw_is_told_from_the_others(
+    sampling: Sampling, in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which draw what they draw alone."""
+    if not in_c:
+        monkeypatch.setattr("gecko.inference.sampling.samples_in_c", lambda logits: False)
+    logits = torch.randn(7, 6, generator=torch.Generator().manual_seed(3))
+    logits[1], logits[3, 0], logits[4, 2], logits[6, 1:] = -math.inf, math.nan, math.inf, -math.inf
+    if sampling.logit_bias:
+        logits[5, 0] = -math.inf  # the only token that the bias leaves
+    seen, counts = torch.ones(7, 6, dtype=torch.bool), counts_of([sampling] * 7, 6)
+    found = draw(logits, sampling, [random_numbers(row) for row in range(7)], seen, counts)
+    lost = {1, 3, 4, 5} if sampling.logit_bias else {1, 3, 4}
+    assert {row for row, token in enumerate(found) if token == -1} == lost
+    for row in {*range(7)} - lost:
+        some, own = slice(row, row + 1), counts[row : row + 1]
+        assert found[some] == draw(logits[some], sampling, [random_numbers(row)], seen[some], own)
+        assert logits[row, found[row]].isfinite()
+
+
 def test_frequencies_are_the_probabilities() -> None:
     logits, count = torch.tensor([[2.0, 0.0, 1.0, -1.0, 1.5]]), 40_000
     sampling = Sampling(0.9, top_k=4, top_p=0.95)

@@ -16,7 +16,7 @@ from torch import Tensor
 import gecko
 from gecko.inference import Sampling, scheduler
 from gecko.inference.prefix_cache import PrefixCache
-from gecko.inference.request import Finished, PromptRead, QueueFullError, Request, Token
+from gecko.inference.request import Finished, KeptStates, PromptRead, QueueFullError, Request, Token
 from gecko.inference.sampling import Sampler
 from gecko.inference.scheduler import AGEING, Engine
 
@@ -411,6 +411,48 @@ def test_a_text_whose_numbers_are_not_finite_ends_alone(model: gecko.Gecko, valu
     # Their rows then serve other requests without any trace.
     ids, log = run(engine, *good, *good)
     assert list(map(log.ids, ids)) == expected * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_text_whose_scores_overflow_ends_alone(model: gecko.Gecko, temperature: float) -> None:
+    """By a bias, and a penalty that enlarges it."""
+    prompt, sampling = torch.tensor([3, 4]), Sampling(temperature, None, None, None, 0.01, {3: 1.7e308})
+    good, bad = request(new=9, sampling=Sampling(temperature)), request(prompt, 9, sampling)
+    ids, log = run(Engine(model, rows=3), good, bad, good)
+    assert [log.ids(ids[index]) for index in (0, 2)] == [alone(model, good).tokens[0]] * 2
+    assert (log.ends[ids[1]].reason, log.ids(ids[1])) == ("error", [])
+    assert "finite scores" in str(log.ends[ids[1]].error)
+    with pytest.raises(ValueError, match=r"row 0: .*finite scores"):
+        alone(model, bad)
+
+
+@pytest.mark.parametrize("window", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_the_dtypes_of_a_state_reach_no_other_text(
+    model: gecko.Gecko, weights: torch.dtype, window: torch.dtype
+) -> None:
+    """Neither those that are read in one call with its prompt, nor those that decode after it. To widen numbers
+    changes nothing at all: a copy of the model in float32 has the same name."""
+    model = copy.deepcopy(model).to(weights)
+    state = gecko.generate(model, text(20), max_new_tokens=0).state
+    logs = []
+    for book in (state, state.with_window(window, window)):
+        engine = Engine(model)
+        asked = request(text(4), 30, Sampling(0.9), seed=1, logprobs=2, state=book)
+        kept = KeptStates()
+        other = request(text(5), 30, Sampling(0.9), seed=2, logprobs=2, state=state, keep=kept)
+        found = []
+        for requests in ((asked,), (other,), (asked, other), (other,)):  # the slots of the first stay
+            ids, log = run(engine, *requests)
+            found += [log.tokens[one] for one in ids]
+        logs.append([[(event.token, event.logprob, event.top_logprobs) for event in events] for events in found])
+        assert kept.end is not None
+        own = [tensor.dtype for tensor in model.empty_state().tensors().values()]
+        assert [tensor.dtype for tensor in kept.end.state.tensors().values()] == own
+    before, now = logs
+    assert [now[place] == before[place] for place in (1, 3, 4)] == [True] * 3
+    dtypes = {tensor.dtype for tensor in state.mixers[0].attention.tensors().values()}
+    assert now == before or any(torch.promote_types(dtype, window) != window for dtype in dtypes)
 
 
 def test_the_model_keeps_its_mode_and_pytorch_its_random_numbers(model: gecko.Gecko) -> None:

@@ -50,6 +50,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": (1 << 64) - 2, "n": 3}, "seed + n"),
     ({"logit_bias": dict.fromkeys(map(str, range(264)), -100)}, "logit_bias must leave a token"),
     ({"structured_outputs": {"choice": ["ab"]}, "logit_bias": {"97": -100}}, "no token"),
+    *[({"structured_outputs": {"regex": "ab"}, "stop_token_ids": [stop], "top_p": 0.9}, "stop") for stop in (97, 98)],
     ({"min_tokens": 1, "stop_token_ids": [97], "logit_bias": ONLY_ENDS}, "stop_tokens and logit_bias"),
     ({"logit_bias": {"264": 1}}, "264"),
     ({"stream_options": {"include_usage": "yes"}}, "include_usage"),

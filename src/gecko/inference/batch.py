@@ -11,7 +11,7 @@ from gecko.inference.decoder import Decoder
 from gecko.inference.grammar import ConstraintError, Matcher
 from gecko.inference.prefill import Prefill
 from gecko.inference.request import EndReason, EndState, Event, Finished, Request, Token
-from gecko.inference.sampling import Sampler, broken_rows, not_finite, random_numbers
+from gecko.inference.sampling import NO_TOKEN, Sampler, broken_rows, not_finite, random_numbers
 from gecko.models.gecko import Gecko
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
@@ -52,6 +52,8 @@ class DecodingSequence:
         def end(reason: EndReason, error: str | None = None, stop: Token | None = None) -> Finished:
             return Finished(self.key, reason, error, self.position, stop)
 
+        if token < 0 and self.matcher is not None and self.matcher.finished:
+            return None, end("stop")  # before the first token
         if broken is not None:
             return None, end("error", broken)
         if token in self.request.stop_tokens:
@@ -64,6 +66,8 @@ class DecodingSequence:
                 self.matcher.advance(token)
             except ConstraintError as error:
                 return None, end("constraint", str(error))
+            except Exception as error:  # of the constraint: the other sequences go on
+                return None, end("error", f"{type(error).__name__}: {error}")
             if self.matcher.finished:
                 return made, end("stop")
         return made, end("length") if self.generated == self.request.max_new_tokens else None
@@ -109,7 +113,8 @@ class DecodingBatch:
 
     def draw(self, *, strict: bool = False) -> list[Event]:
         """Draw the next token of every sequence and return the events; sequences that end leave the batch. Logits that
-        are not finite end their sequence; if ``strict``, they raise ValueError before any token is drawn."""
+        are not finite end their sequence; if ``strict``, they raise ValueError before any token is drawn. So do scores
+        from which no token can be drawn, but after the random numbers."""
         logits, requests = self._logits, [one.request for one in self.sequences]
         assert logits is not None, "there must be a sequence"
         on_gpu: list[int] = []
@@ -118,11 +123,12 @@ class DecodingBatch:
             on_gpu = self.decoder.draw(logits, temperatures, [request.seed for request in requests])
         rows = [slot for slot, token in enumerate(on_gpu) if token < 0] if on_gpu else broken_rows(logits)
         broken = {slot: not_finite(logits[slot]) for slot in rows}
-        if broken and strict:
-            raise ValueError(f"row {self.sequences[rows[0]].key}: {broken[rows[0]]}")
+        self._refuse(broken if strict else {})
         if broken:
             logits = logits.index_fill(0, torch.tensor(rows, device=logits.device), 0)
         tokens = self._tokens(self._constrained(self._without_early_stops(logits)), on_gpu)
+        broken = {slot: NO_TOKEN for slot, token in enumerate(tokens) if token < 0} | broken
+        self._refuse(broken if strict else {})
         if self._sampler.uses_history:
             self.decoder.seen[range(len(tokens)), tokens] = True
         logprobs = self._logprobs(logits, tokens)
@@ -167,6 +173,12 @@ class DecodingBatch:
         """Return where a sequence ends if it is removed now, with a copy of its state."""
         sequence = self.sequences[slot]
         return EndState(self.decoder.state(slot), sequence.pending_token, sequence.position)
+
+    def _refuse(self, broken: dict[int, str]) -> None:
+        """Raise ValueError for the first slot that is broken."""
+        if broken:
+            slot = min(broken)
+            raise ValueError(f"row {self.sequences[slot].key}: {broken[slot]}")
 
     def _without_early_stops(self, logits: Tensor) -> Tensor:
         """Exclude the stop tokens of sequences that have fewer tokens than their ``min_new_tokens``."""

@@ -37,7 +37,7 @@ class Decoder:
 
     Args:
         window_dtype: dtype of the keys and values in the attention window, float32 or bfloat16, which halves most of a
-            state; None: as in the first state. bfloat16 rounds them.
+            state; None: as in the model's own states. bfloat16 rounds them.
     """
 
     def __init__(self, model: Gecko, capacity: int, window_dtype: torch.dtype | None = None) -> None:
@@ -104,7 +104,7 @@ class Decoder:
             self._state = self._all.map(lambda x: x[:count])
 
     def state(self, slot: int) -> GeckoState:
-        """Return a copy of the state in ``slot``, with one row, in the dtypes of the first state."""
+        """Return a copy of the state in ``slot``, with one row, in the dtypes of the model's own states."""
         assert self._all is not None and slot < self.count, "the slot must be in use"
         dtypes = iter(self._dtypes)
         return self._all.map(lambda x: x[slot : slot + 1].to(next(dtypes), copy=True))
@@ -143,10 +143,10 @@ class Decoder:
         return self._network.draw(logits, temperatures, seeds)
 
     def _first_slots(self, state: GeckoState) -> GeckoState:
+        state = as_own(self._model, state)
         self._dtypes = [tensor.dtype for tensor in state.tensors().values()]
         if (dtype := self._window_dtype) is not None:
-            mixers = [replace(x, attention=x.attention.map(lambda window: window.to(dtype))) for x in state.mixers]
-            state = replace(state, mixers=tuple(mixers))
+            state = state.with_window(dtype, dtype)
         return _new_slots(state, min(self.capacity, FIRST_SLOTS))
 
     def _pack(self) -> None:
@@ -156,6 +156,17 @@ class Decoder:
         if self.backend is not None:
             self._packed = PackedWeights(self._model, self.backend)
             self._network = self._packed.with_states(self._all)
+
+
+def as_own(model: Gecko, state: GeckoState) -> GeckoState:
+    """Return a state on the model's device, with the attention window in the dtypes of the model's own states. A copy
+    of the model in another dtype has the same fingerprint; its window would change slots and batches of others."""
+    weight = model.embedding.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if state.dtype not in (wide, None):
+        return state  # ``Gecko.check_state`` refuses it
+    own = GeckoState.empty(model.config, dtype=wide, value_dtype=weight.dtype, device="meta").mixers[0].attention
+    return state.to(weight.device).with_window(own.keys.dtype, own.values.dtype)
 
 
 def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[Tensor, GeckoState]:

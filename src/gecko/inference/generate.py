@@ -18,7 +18,7 @@ from gecko.inference.batch import DecodingBatch
 from gecko.inference.pieces import checked, cut
 from gecko.inference.prefill import Prefill, inference, read, shifted
 from gecko.inference.request import Finished, KeptStates, Request, Token, check_new_tokens
-from gecko.inference.sampling import Sampler, Sampling, check_seed, random_numbers
+from gecko.inference.sampling import Sampler, Sampling, check_seed, not_finite, random_numbers
 from gecko.models.gecko import Gecko
 from gecko.models.llama import KeyValues, Llama
 from gecko.ops.loss import token_cross_entropy
@@ -330,7 +330,7 @@ def score_llama(model: Llama, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
 
 class LlamaStream:
     """Iterator over the tokens that continue a prefilled sequence, all of row 0; a stop token ends it. The same logits
-    and seed give the same tokens as ``TokenStream``."""
+    and seed give the same tokens as ``TokenStream``. Raise ValueError while iterating if logits are not finite."""
 
     def __init__(
         self, model: Llama, reading: LlamaPrefill, *, seed: int, temperature: float, max_new_tokens: int,
@@ -343,6 +343,8 @@ class LlamaStream:
     def __iter__(self) -> Iterator[NewToken]:
         while self._left:
             (token,) = self._sampler.draw(self._reading.logits.unsqueeze(0), [self._random])
+            if token < 0:
+                raise ValueError(not_finite(self._reading.logits))
             if token in self._stop_tokens:
                 return
             self._left -= 1

@@ -39,6 +39,7 @@ may write white space for ever, so there are at most 20 characters of it between
 _OPERATORS = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 _LONGEST = 300
 _NO_TEXT = "no token of the vocabulary continues the text towards one that the constraint allows"
+_BARRED = f"{_NO_TEXT}: those that would are stop tokens, or excluded by logit_bias"
 
 
 class ConstraintError(ValueError):
@@ -86,15 +87,15 @@ class Constraint:
 
 
 class Matcher:
-    """Constraint of one sequence at its current position. ``stop_tokens`` may end the text once it is complete;
-    ``excluded`` ids are never drawn. Raise ConstraintError if no token is allowed."""
+    """Constraint of one sequence at its current position. ``stop_tokens`` are no part of the text, and may end it
+    once it is complete; ``excluded`` ids are never drawn. Raise ConstraintError if the text cannot become complete."""
 
     def __init__(
         self, constraint: Constraint, stop_tokens: Iterable[int], excluded: frozenset[int] = frozenset()
     ) -> None:
         self._matcher, self._tokens = constraint.matcher.deep_copy(), constraint.tokens
-        self._text, self._stops = constraint.text.copy(), list(frozenset(stop_tokens) - excluded)
-        self._text[list(excluded)] = False
+        stops = frozenset(stop_tokens).intersection(range(constraint.vocab_size))
+        self._text, self._stops, self._barred = constraint.text, list(stops - excluded), list(stops | excluded)
         self._names = Names()
         self.allowed = self._next()
         """(V,) bool, the tokens that may come next."""
@@ -121,10 +122,12 @@ class Matcher:
         allowed[len(known) :] = False
         if self._tokens is not None:
             allowed[self._tokens.refused(self._names, allowed)] = False
+        barred = bool(allowed[self._barred].any())
+        allowed[self._barred] = False
         self._continues = bool(allowed.any())
         complete = bool(self._matcher.is_accepting())
         if not complete and not self._continues:
-            raise ConstraintError(_NO_TEXT)
+            raise ConstraintError(_BARRED if barred else _NO_TEXT)
         allowed[self._stops] = complete
         return torch.from_numpy(allowed)
 
@@ -245,6 +248,12 @@ _MULTIPLE = 1000
 """Largest ``multipleOf``; the library needs as many states."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps names to schemas."""
+_KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "allOf": ("a list of schemas", (list,)), "format": ("a text", (str,)), "pattern": ("a text", (str,)),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), ("a number", (int, float))),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), ("a number", (int, float, bool))),  # bool: of draft 4
+}  # fmt: skip
+"""What the keywords that are made exact must be."""
 _FORMATS = {
     "date": "^(?:[1-9]|0[1-9]|00[1-9]|000[1-9])[0-9]*-(?:0[13-9]|1|02-(?:[01]|2[0-8]))",
     "time": ":[0-9]{2}:[0-5]",
@@ -307,10 +316,13 @@ def _exact(value: Any, keyword: str = "") -> Any:
 
 
 def _exact_keywords(schema: dict[str, Any]) -> dict[str, Any]:
+    for name, (rule, kinds) in _KINDS.items():
+        if name in schema and type(schema[name]) not in kinds:
+            raise ValueError(f"{name} must be {rule}; got {json.dumps(schema[name])[:40]}")
     multiple, pattern = schema.get("multipleOf", 1), schema.get("pattern")
-    if isinstance(multiple, int | float) and not (0 < multiple <= _MULTIPLE and multiple == int(multiple)):
+    if not (0 < multiple <= _MULTIPLE and multiple == int(multiple)):
         raise ValueError(f"multipleOf must be an integer in 1..{_MULTIPLE}; got {multiple}")
-    if isinstance(pattern, str):
+    if pattern is not None:
         schema["pattern"] = exact_pattern(pattern)
     for bound, choose, sign in (("Minimum", max, 1), ("Maximum", min, -1)):
         excluded: Any = schema.get(f"exclusive{bound}")

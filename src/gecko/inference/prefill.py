@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gecko.inference.decoder import read_piece
+from gecko.inference.decoder import as_own, read_piece
 from gecko.inference.pieces import pieces
 from gecko.inference.prefix_cache import Key, PrefixCache
 from gecko.inference.request import PromptScores, Request
@@ -52,7 +52,7 @@ def read(
         piece: tokens per model call, which affects memory and speed only; None: ``piece_length``.
     """
     device = model.embedding.weight.device
-    state = None if state is None else state.to(device)
+    state = None if state is None else as_own(model, state)
     last = None
     with inference(model):
         seen = torch.zeros(model.config.vocab_size, dtype=torch.bool, device="cpu")
@@ -133,7 +133,7 @@ def score(
 ) -> Iterator[Scored]:
     """Score one sequence piece by piece. Arguments and errors as for ``read``, but the sequence may be empty."""
     device = model.embedding.weight.device
-    state = None if state is None else state.to(device)
+    state = None if state is None else as_own(model, state)
     last = None
     for part in pieces(model.config, tokens, state, piece=piece):
         with inference(model):
@@ -198,7 +198,7 @@ class PromptPrefill:
             return
         self._started = True
         if self._request.state is not None:
-            self.state = self._request.state.to(self._device)
+            self.state = as_own(self._model, self._request.state)
         if self._cache is None:
             return
         prefix = self._cache.find(self._model.fingerprint(), self._prompt, self._model.config.chunk_size, self._piece)

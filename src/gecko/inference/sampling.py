@@ -23,6 +23,8 @@ _PENALTIES = (0.01, 100.0)
 """Range of the repetition penalty; beyond it, scores may overflow to infinity, and inf − inf is NaN."""
 _BAN = -100.0
 """Largest logit bias that excludes a token, as in OpenAI's API."""
+NO_TOKEN = "logit_bias and penalties must leave tokens to draw, and finite scores; here they do not. Try smaller ones."
+"""What is wrong with a row for which ``Sampler.draw`` returns −1."""
 MAX_PENALTY = 2.0
 """Largest magnitude of the presence and frequency penalties, as in OpenAI's API."""
 
@@ -149,18 +151,28 @@ class Sampler:
         self, logits: Tensor, randoms: Sequence[Iterator[float]], seen: Tensor | None = None,
         counts: Sequence[Tensor] = (),
     ) -> list[int]:  # fmt: skip
-        """Draw one token per row; a row with a temperature above 0 draws one random number.
+        """Draw one token per row; a row with a temperature above 0 draws one random number. The token is −1 if all
+        scores of a row are −inf, or one is NaN or inf.
 
         Args:
-            logits: (B, V), finite, or −inf for tokens that must not be drawn; at least one per row is finite.
+            logits: (B, V), finite, or −inf for tokens that must not be drawn.
             seen: (B, V) bool, the tokens that each sequence contains; required if ``uses_history``.
             counts: for each row whose sampling ``counts_tokens``, (V,) integers: how often the sequence has generated
                 each token.
         """
-        if self._plain and samples_in_c(logits):
+        in_c = self._plain and samples_in_c(logits)
+        scores = logits if in_c else self._adjusted(logits, seen, counts)
+        lost = [] if in_c and first_broken(logits) is None else _lost_rows(scores)
+        scores = scores.index_fill(0, self._integers(lost), 0) if lost else scores
+        if in_c:
             uniforms = [next(random) if x else 0.0 for x, random in zip(self._temperatures, randoms, strict=True)]
-            return sample(logits, self._temperatures, uniforms)
-        scores = self._adjusted(logits, seen, counts)
+            tokens = sample(scores, self._temperatures, uniforms)
+        else:
+            tokens = self._in_pytorch(scores, randoms)
+        return [-1 if row in lost else token for row, token in enumerate(tokens)] if lost else tokens
+
+    def _in_pytorch(self, scores: Tensor, randoms: Sequence[Iterator[float]]) -> list[int]:
+        """Return one token per row of finite scores."""
         chosen: list[int] = []
         if self._drawn:
             cumulative = self._probabilities(scores).cumsum(-1)
@@ -249,6 +261,11 @@ def _nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
 def _above_min_p(probabilities: Tensor, mass: Tensor) -> Tensor:
     kept = probabilities.masked_fill(probabilities < mass * probabilities.amax(-1, keepdim=True), 0)
     return kept / kept.sum(-1, keepdim=True)
+
+
+def _lost_rows(scores: Tensor) -> list[int]:
+    """Return the rows of scores (B, V) from which no token can be drawn."""
+    return [row for row, most in enumerate(scores.amax(-1).tolist()) if not math.isfinite(most)]
 
 
 def broken_rows(logits: Tensor) -> list[int]:
