@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -15,6 +17,7 @@ from support.cases import CHUNK, SMALL, tokens
 from support.model_calls import assert_same, assert_same_state, documents, read, variants
 
 import gecko
+from gecko.models import Llama, build_model, find_preset
 from gecko.segments import Clock
 
 # ---- Invariants of the model: calls of any size, rows at any position, packing, precision.
@@ -142,6 +145,18 @@ def test_bfloat16_autocast(variant, cuts):
             assert tensor.dtype == torch.float32, name
 
 
+@variants
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_float64_as_it_is(variant, dtype):
+    model, text = cases.model(variant), tokens(2, 21)
+    expected = model(text)[0], model.loss(text, text)
+    with torch.autocast("cpu", dtype):
+        found = model(text)[0], model.loss(text, text)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float64
+        assert_same(one, other)
+
+
 @pytest.mark.parametrize("length", [1, 20])
 @torch.no_grad()
 def test_precision_may_change_between_calls(length):
@@ -180,6 +195,29 @@ def test_narrow_token_types(dtype):
     assert torch.equal(model(text.to(dtype))[0], model(text)[0])
     if dtype.is_signed:  # as −100 is
         assert torch.equal(model.loss(text.to(dtype), text.to(dtype)), model.loss(text, text))
+
+
+@cache
+def small(kind, vocabulary):
+    config = SMALL if kind is gecko.Gecko else dataclasses.replace(find_preset("llama-tiny"), num_layers=1)
+    return build_model(dataclasses.replace(config, vocab_size=vocabulary))
+
+
+@pytest.mark.parametrize("vocabulary", [37, 256, 264, 40_000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("kind", [gecko.Gecko, Llama])
+def test_ids_are_accepted_whatever_their_dtype(kind, dtype, vocabulary):
+    """Also in a dtype that cannot hold the vocabulary's size or −100."""
+    model, limits = small(kind, vocabulary), torch.iinfo(dtype)
+    for one in (-vocabulary, -101, -100, -1, 0, 36, 37, 65, 155, 156, 255, 256, 263, 264, 32_767, 39_999, 40_000):
+        if limits.min <= one <= limits.max:
+            ids = torch.tensor([[1, one, 0]], dtype=dtype)
+            zeros = torch.zeros_like(ids)
+            refused, known = pytest.raises(ValueError, match=f"got {one}\\."), 0 <= one < vocabulary
+            with nullcontext() if known else refused:
+                assert torch.equal(model.loss(ids, zeros), model.loss(ids.long(), zeros))
+            with nullcontext() if known or one == -100 else refused:
+                assert torch.equal(model.loss(zeros, ids), model.loss(zeros, ids.long()))
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,26 @@
 
 import errno
 import io
+import json
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.whole_runs import curve, same_end, steps_in, stop_after
+from support.whole_runs import curve, killed, same_end, steps_in, stop_after
 
+import gecko
+from gecko.experiments.compare.runs import progress_of
+from gecko.io.checkpoints import MANIFEST, read_manifest, verify_files
+from gecko.io.model_folder import CONFIG, WEIGHTS
 from gecko.train import Run, TrainResult, train
+from gecko.train.checkpoints import flushed_entries, write_manifest, write_model
 from gecko.train.metrics import METRICS, SESSIONS, MetricsWriter, read_metrics, read_sessions
 
 # ---- Damaged or unwritable metrics files are named and repaired, and no step is lost.
@@ -61,6 +68,38 @@ def test_a_damaged_line_of_the_numbers_is_named_and_the_run_goes_on(finished: Ru
     assert path.with_name(f"{METRICS}.damaged").read_bytes() == before
 
 
+LINES = [
+    *({"kind": "train", "step": step, "loss": 1.0} for step in (None, "x", "3", -1, 1.5, True, [3])),
+    *({"kind": "train", "step": 3, "loss": loss} for loss in ("1", [1.0], False)),
+    *({"kind": kind, "step": 3, "loss": 1.0} for kind in (None, 3, ["train"])),
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=str)
+def test_a_line_whose_fields_are_of_other_kinds_is_damaged(finished: Run, line: dict[str, Any]) -> None:
+    """To all readers: the run, the display of a comparison, and whoever reads the numbers."""
+    path = finished.folder / METRICS
+    shown = progress_of(finished)
+    with path.open("a") as file:
+        file.write(json.dumps({"tokens_per_second": 1.0, "nats_per_byte": 1.0, **line}) + "\n")
+    with pytest.raises(ValueError, match=rf"{path}, line \d+, must be a JSON object whose (kind|step|loss) is a"):
+        read_metrics(path)
+    assert progress_of(finished) == shown
+    with pytest.warns(UserWarning, match=r"must be a JSON object whose .*metrics\.jsonl\.damaged"):
+        assert train(finished, resume=True).finished
+    assert steps(finished) == list(range(1, 13))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", [METRICS, SESSIONS, "config.json", "recipe.json", "results.json"])
+def test_a_folder_in_place_of_a_record_is_named(finished: Run, name: str, resume: bool) -> None:
+    (finished.folder / name).unlink()
+    (finished.folder / name / "inner").mkdir(parents=True)
+    said = rf"{finished.folder}(/{name} .*folder| already holds a run)"
+    with pytest.raises((ValueError, FileExistsError), match=said):
+        train(replace(finished, steps=14), resume=resume)
+
+
 def test_a_full_disk_between_checkpoints_names_file_and_step(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (full_disk := Path("/dev/full")).exists():
         pytest.skip("needs /dev/full")
@@ -104,6 +143,89 @@ def test_a_file_in_place_of_the_checkpoints_is_named(small_run: Run) -> None:
     with pytest.raises(FileExistsError, match=r"checkpoints must be a folder.*it is a file"):
         train(small_run)
     assert not (small_run.folder / METRICS).exists()
+
+
+# ---- The config of a run, which it writes for others to read, and those of its checkpoints.
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the config of a checkpoint, and its manifest with it, or of a run."""
+    path = folder / CONFIG
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+    if (folder / MANIFEST).is_file():
+        write_manifest(folder, {**read_manifest(folder), **flushed_entries(folder, [path])})
+
+
+@pytest.mark.parametrize("lacking", [["bfloat16_window"], ["sinks", "unit_vectors"], ["architectures", "model_type"]])
+def test_a_run_of_an_earlier_version_goes_on_after_every_kill(
+    small_run: Run, whole: TrainResult, lacking: list[str]
+) -> None:
+    """This version writes more fields: first to the run's own config, then to that of the next checkpoint."""
+    killed(6, small_run)
+    checkpoint = small_run.folder / "checkpoints" / "step-00000004"
+    for folder in (small_run.folder, checkpoint):
+        rewrite(folder, lambda fields: [fields.pop(name) for name in lacking])
+    for step in (5, 6, 10):
+        killed(step, small_run, resume=True)
+        assert gecko.load(small_run.folder).config == small_run.model
+    assert same_end(train(small_run, resume=True), whole)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_joined(finished: Run) -> None:
+    checkpoint = finished.folder / "checkpoints" / "step-00000012"
+    rewrite(checkpoint, lambda fields: fields.pop("sinks"))
+    write_manifest(checkpoint, {name: x for name, x in read_manifest(checkpoint).items() if name != WEIGHTS})
+    write_model(checkpoint, checkpoint)
+    verify_files(checkpoint)
+    assert gecko.load(finished.folder).config == finished.model
+
+
+CONFIG_DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "cut": lambda x: x[: len(x) // 2], "empty": lambda _: b"", "no text": lambda _: b"\xff", "a folder": lambda _: None,
+    "a list": lambda _: b"[]", "no fields": lambda _: b"{}",
+    "other digits": lambda x: x.replace(b"257", b"258"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", CONFIG_DAMAGES)
+@pytest.mark.parametrize("place", ["newest", "both", "run"])
+def test_a_damaged_config_is_named_for_what_it_is(finished: Run, whole: TrainResult, damage: str, place: str) -> None:
+    """That of the run is written again; a checkpoint with a damaged one is damaged, and none of another model."""
+    if (damage, place) == ("other digits", "run"):
+        damage = "cut"  # with other digits it would be that of another model
+    steps = {"run": [], "newest": [12], "both": [8, 12]}[place]
+    folders = [finished.folder / "checkpoints" / f"step-{step:08d}" for step in steps] or [finished.folder]
+    for path in (folder / CONFIG for folder in folders):
+        content = CONFIG_DAMAGES[damage](path.read_bytes())
+        path.unlink()
+        path.mkdir() if content is None else path.write_bytes(content)
+    if place == "both":
+        for resume in (lambda: gecko.load(finished.folder), lambda: train(finished, resume=True)):
+            with pytest.warns(UserWarning, match="skipping"), pytest.raises(ValueError, match="must hold an undamaged"):
+                resume()
+        return
+    skipped = pytest.warns(UserWarning, match="skipping the checkpoint step-00000012: .*config.json")
+    with skipped if place == "newest" else nullcontext():
+        gecko.load(finished.folder)
+    if place == "run" and damage == "a folder":
+        with pytest.raises(FileExistsError, match=rf"{finished.folder}/config\.json must be a file"):
+            train(finished, resume=True)
+        (finished.folder / CONFIG).rmdir()
+    with skipped if place == "newest" else nullcontext():
+        assert same_end(train(finished, resume=True), whole)
+    assert (finished.folder / CONFIG).read_bytes() == (whole.run.folder / CONFIG).read_bytes()
+
+
+def test_a_config_of_another_model_is_refused(finished: Run) -> None:
+    for changes in ({"model_dim": 64}, {"sinks": 2}, {"model_type": "llama", "num_layers": 3}):
+        own = (finished.folder / CONFIG).read_text()
+        rewrite(finished.folder, lambda fields, changes=changes: fields.update(changes))  # type: ignore[misc]
+        for use in (lambda: gecko.load(finished.folder), lambda: train(finished, resume=True)):
+            with pytest.raises(ValueError, match="must hold one model; it is a training run"):
+                use()
+        (finished.folder / CONFIG).write_text(own)
 
 
 # ---- A run goes on when nothing can be printed any more, and loses no numbers when its files are moved or deleted.

@@ -13,15 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.whole_runs import curve, saved_steps, skip, stop_after
+from support.whole_runs import curve, same_end, saved_steps, skip, stop_after
 from torch import Tensor, nn
 
 from gecko.io.checkpoints import list_checkpoints, verify_files
-from gecko.train import CheckpointSettings, NonFiniteError, Run, SkipSettings, train, trainer
+from gecko.train import CheckpointSettings, NonFiniteError, Run, SkipSettings, TrainResult, train, trainer
 from gecko.train.checkpoints import Checkpointer, lowest_loss
 from gecko.train.health import find_nonfinite
 from gecko.train.step import SpikeRule, StepResult, Verdict
 from gecko.train.trainer import Trainer
+
+NAN, INFINITE = float("nan"), float("inf")
 
 # ---- A divergence destroys no good checkpoint, and the advice in its error message works.
 
@@ -143,6 +145,38 @@ def test_weights_without_a_finite_held_out_loss_displace_no_checkpoint(
     assert saved_steps(run) == [8, 12]
 
 
+@pytest.mark.parametrize("value", [NAN, INFINITE])
+@pytest.mark.parametrize("spoilt", ["weights", "optimizer"])
+@pytest.mark.parametrize("step, keep", [(3, 1), (5, 1), (6, 2), (12, 2)])
+def test_what_is_not_finite_is_never_saved(
+    small_run: Run, whole: TrainResult, monkeypatch: pytest.MonkeyPatch, step: int, keep: int, spoilt: str, value: float
+) -> None:
+    """Even if the losses are: no text has the token. The run then goes on from a good checkpoint."""
+    run = replace(small_run, checkpoint=CheckpointSettings(every=4, keep=keep))
+    save = Checkpointer.save
+
+    def saving(self: Checkpointer, model: Any, optimizer: Any, position: Any) -> None:
+        assert step > position.step
+        save(self, model, optimizer, position)
+
+    original = Trainer._step
+
+    def stepping(self: Trainer) -> None:
+        if self.next_step == step:
+            weight: Any = self.model.embedding.weight  # type: ignore[union-attr]
+            rows = weight if spoilt == "weights" else self.optimizer.state[weight]["exp_avg"]
+            rows.data[255] = value
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "save", saving)
+        patch.setattr(Trainer, "_step", stepping)
+        with pytest.raises(NonFiniteError, match=r"after step \d+ embedding\.weight.* is not finite.*with --resume"):
+            train(run)
+    assert saved_steps(run) == list(range(4, step, 4))[-keep - 1 :]
+    assert same_end(train(run, resume=True), whole)
+
+
 def test_a_checkpoint_without_losses_is_never_the_best(small_run: Run) -> None:
     run = replace(small_run, checkpoint=CheckpointSettings(every=4, keep=3))
     train(run)
@@ -248,9 +282,6 @@ def chain(**positions: Bad) -> tuple[nn.Module, Callable[[], Tensor]]:
         return loss.detach()
 
     return model, compute
-
-
-NAN, INFINITE = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(

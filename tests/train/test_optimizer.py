@@ -27,6 +27,19 @@ def decayed_names(model: nn.Module, settings: OptimizerSettings) -> set[str]:
     return {names[p] for group in groups if group["weight_decay"] == settings.weight_decay for p in group["params"]}
 
 
+def test_an_epsilon_is_one_in_float32() -> None:
+    """A row of zero gradients, as of a token that no text has, is divided by it."""
+    for eps in (1.1e-30, 1e-8, 1.0):
+        parameter = nn.Parameter(torch.ones(4))
+        parameter.grad = torch.zeros(4)
+        settings = OptimizerSettings(eps=eps, weight_decay=0.0)
+        torch.optim.AdamW([parameter], eps=settings.eps, weight_decay=0.0).step()
+        assert torch.equal(parameter, torch.ones(4))
+    for eps in (0.0, 1e-300, 1e-46, 1e-30, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"^optimizer\.eps must be a number, above 1e-30"):
+            OptimizerSettings(eps=eps)
+
+
 def test_all_parameters_decay_but_norm_weights_that_are_factors() -> None:
     for config in (SMALL, replace(SMALL, **LLAMA)):
         model = Gecko(config)

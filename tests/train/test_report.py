@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.corpora import as_shards
@@ -19,6 +20,9 @@ from gecko.config import PRESETS
 from gecko.data import ShardFolder
 from gecko.data.packing import ROW_LAYOUT
 from gecko.data.shards import ShardedRows, SplitShards
+from gecko.experiments.compare.plan import evaluation_of
+from gecko.experiments.inputs import gather
+from gecko.experiments.rows import long_table
 from gecko.io.checkpoints import read_manifest
 from gecko.models.gecko import Gecko
 from gecko.pages import chunk_borders
@@ -35,6 +39,35 @@ from gecko.train.throughput import flops_per_token
 from gecko.train.trainer import Trainer
 
 # ---- The report is one page without external files, in which text is escaped.
+
+
+def strict(path: Path) -> Any:
+    """Return the content of a JSON file, which must have no NaN or Infinity."""
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+NAN = float("nan")
+LOSSES = [(2.5, 1.25, [5.0, 2.5]), (2.5, NAN, [5.0, 2.5]), (NAN, NAN, [NAN, 2.5]), (float("inf"), NAN, [NAN, NAN])]
+
+
+@pytest.mark.parametrize("loss, per_byte, rows", LOSSES)
+def test_results_are_json_and_all_readers_take_them(
+    finished: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loss: float, per_byte: float,
+    rows: list[float],
+) -> None:  # fmt: skip
+    given = Evaluation(loss, per_byte, [None, *([loss] * 23)], 1, 3, rows, [2, 1])
+    monkeypatch.setattr("gecko.train.finish.evaluate", lambda *_: given)
+    assert train(finished, resume=True).finished
+    written, found = strict(finished.folder / "results.json"), evaluation_of(finished)
+    assert found is not None
+    numbers = np.array([[x.loss, x.nats_per_byte, *x.row_losses] for x in (given, found)])
+    expected = np.where(np.isfinite(numbers[0]), numbers[0], NAN)
+    assert np.array_equal(numbers[1], expected, equal_nan=True)
+    assert [written["loss"], written["nats_per_byte"]] == [x if np.isfinite(x) else None for x in (loss, per_byte)]
+    scores = {row.score for row in long_table(gather([finished.folder])) if row.score.startswith("nats per")}
+    assert scores == {name for name, x in (("nats per token", loss), ("nats per byte", per_byte)) if np.isfinite(x)}
+    no_text = np.isfinite(loss) and not np.isfinite(per_byte)
+    assert ("nats per token; the held-out part has no text" in capsys.readouterr().out) == no_text
 
 
 def test_the_page_of_a_run(small_run: Run) -> None:

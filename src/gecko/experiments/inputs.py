@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gecko.eval.results import FORMAT
 from gecko.io.files import Record, read_object
 from gecko.records import build
+from gecko.train.evaluate import with_numbers
 from gecko.train.finish import RESULTS
 from gecko.train.metrics import METRICS, read_metrics, read_sessions
 from gecko.train.settings import ScheduleSettings
@@ -127,7 +128,9 @@ class Inputs:
         missing = [name for name in ("model", "data", "batch_size", "sequence_length", "seed") if name not in recipe]
         if missing:
             raise ValueError(f"{folder / RECIPE} must be the recipe of a run; it lacks {', '.join(missing)}.")
-        results = read_object(folder / RESULTS, "the results of a run") if (folder / RESULTS).is_file() else None
+        results = None
+        if (folder / RESULTS).is_file():
+            results = with_numbers(read_object(folder / RESULTS, "the results of a run"))
         run = RunFolder(folder, recipe, read_metrics(folder / METRICS), results, read_sessions(folder))
         files, shown = sorted((folder / "eval").glob("*.json")), 0
         if not run.metrics and not files:

@@ -4,6 +4,7 @@ one model."""
 from __future__ import annotations
 
 import json
+import math
 import operator
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -233,9 +234,12 @@ def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
     if run.results is not None:
         # Older results have no losses by row.
         losses, targets = run.results.get("row_losses") or [], run.results.get("row_targets") or []
-        interval, loss, n = over_rows(losses, targets, 1.0), float(run.results["loss"]), run.results["tokens"]
+        loss, n = float(run.results["loss"]), run.results["tokens"]
+        interval = over_rows(losses, targets, 1.0) if math.isfinite(loss) else None
         flops = training_flops(run)
         for score, value in (("nats per byte", float(run.results["nats_per_byte"])), ("nats per token", loss)):
+            if not math.isfinite(value):
+                continue
             own = interval and interval.map(partial(operator.mul, value / loss))
             yield row(score, value, n, "tokens", {} if flops is None else {"FLOPs": flops}, own)
     length: Mapping[str, float] = {"length": int(run.recipe["sequence_length"])}

@@ -12,7 +12,7 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,30 +152,41 @@ def fitting(path: str | Path, what: str, parse: Callable[[], T]) -> T:
 
 
 Record = dict[str, Any]
+Fields = Mapping[str, tuple[str, Callable[[Any], bool]]]
+"""Fields that every record of a file has: what the value is, in words, and whether a value is that."""
+_ANY: Fields = {}
 
 
-def read_lines(path: Path, fields: Collection[str] = ()) -> list[Record]:
+def misfit(record: Any, fields: Fields) -> str:
+    """Return what a line must be that holds ``record``, and is not; an empty text if the record has ``fields``."""
+    if not isinstance(record, dict):
+        return f"a JSON object; got a {type(record).__name__}"
+    if missing := [name for name in fields if name not in record]:
+        return f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
+    wrong = [name for name, (_, fits) in fields.items() if not fits(record[name])]
+    return f"a JSON object whose {wrong[0]} is {fields[wrong[0]][0]}; got {record[wrong[0]]!r:.99}" if wrong else ""
+
+
+def read_lines(path: Path, fields: Fields = _ANY) -> list[Record]:
     """Return the records of a file in order, which have ``fields``, without a torn last line; none if there is no file.
-    Raise OSError if the file cannot be read, ValueError if another line is damaged."""
+    Raise OSError if the file cannot be read, ValueError if another line is damaged, or the path is a folder."""
     records, damaged = _examine_lines(path, fields)
     if damaged:
         raise ValueError(f"{damaged[0]}. Delete the line, or restore the file from a copy.")
     return records
 
 
-def _examine_lines(path: Path, fields: Collection[str]) -> tuple[list[Record], list[str]]:
+def _examine_lines(path: Path, fields: Fields) -> tuple[list[Record], list[str]]:
     """Return the records of a file in order, and what is wrong with each damaged line; none if there is no file."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a file of JSON Lines; {found_at(path)}. Move it away.")
     records: list[Record] = []
     damaged: list[str] = []
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, start=1):
-        reason = ""
         try:
             record = parse_json(line)
-            if not isinstance(record, dict):
-                reason = f"a JSON object; got a {type(record).__name__}"
-            elif missing := [name for name in fields if name not in record]:
-                reason = f"a JSON object with {', '.join(fields)}; {', '.join(missing)} is missing"
+            reason = misfit(record, fields)
         except ValueError as error:
             reason = f"a JSON object; {error}"
         if not reason:
@@ -190,7 +201,7 @@ def as_lines(records: Collection[Record]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def mend_lines(path: Path, fields: Collection[str] = ()) -> None:
+def mend_lines(path: Path, fields: Fields = _ANY) -> None:
     """Rewrite a JSON Lines file without lines that are damaged or lack ``fields``, so that lines can be appended.
 
     A warning names each, and a copy of the original file stays beside it as ``NAME.damaged``. A torn last line, which a

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -207,23 +207,42 @@ def check_one_model(folder: Path) -> None:
     """Raise ValueError if a training run, whose model is in its checkpoints, also has the files of another model."""
     if run_or_checkpoint(folder) != "a training run" or not (folder / CONFIG).exists():
         return
-    own = (folder / CONFIG).read_bytes()
-    configs = [path.read_bytes() for path in folder.glob(f"{_CHECKPOINTS}/{CONFIG}")]
-    if weight_files(folder) or (configs and own not in configs):
+    own, configs = dict[str, Any](), _checkpoint_configs(folder)
+    with suppress(OSError, ValueError):
+        own = read_object(folder / CONFIG, "a model config")
+    damaged = not own and (folder / _SESSIONS).is_file()  # each session writes the run's own again
+    if weight_files(folder) or (configs and not damaged and not any(_agree(own, config) for config in configs)):
         raise ValueError(
             f"{folder} must hold one model; it is a training run, with its model in checkpoints/, and has a {CONFIG} "
             f"of another one. Move {CONFIG} and {WEIGHTS} to a folder for themselves, or name a checkpoint."
         )
 
 
-def _manifest_files(folder: Path) -> Collection[str]:
+def _checkpoint_configs(folder: Path) -> list[dict[str, Any]]:
+    """Return the configs of a run's checkpoints, without those that are not as their manifests say."""
+    configs = []
+    for path in folder.glob(f"{_CHECKPOINTS}/{CONFIG}"):
+        with suppress(OSError, ValueError, TypeError, LookupError):
+            content = path.read_bytes()
+            if hashlib.sha256(content).hexdigest() == _manifest_files(path.parent)[CONFIG]["sha256"]:
+                configs.append(dict(parse_json(content)))
+    return configs
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two configs may be of one model: the fields of both are equal. A later version writes more."""
+    shared = one.keys() & other.keys()
+    return bool(shared) and all(one[name] == other[name] for name in shared)
+
+
+def _manifest_files(folder: Path) -> Mapping[str, Any]:
     """Return the files that a checkpoint's manifest lists; none if the folder is no checkpoint."""
     try:
         record = parse_json((folder / _MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ()
+        return {}
     files = record.get("files") if isinstance(record, dict) else None
-    return files if isinstance(files, dict) else ()
+    return files if isinstance(files, dict) else {}
 
 
 def fill(model: Any, weights: Mapping[str, Tensor]) -> None:

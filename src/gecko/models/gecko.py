@@ -287,6 +287,7 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int, *, ignored: bool = 
     if tokens.dim() != 2 or tokens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch, length), both at least 1; got {tuple(tokens.shape)}.")
     if tokens.device.type == "cpu" and not torch.compiler.is_exporting():  # which knows shapes but no values
+        tokens = tokens.long()  # a narrow dtype would wrap the numbers that it is compared with
         wrong = (tokens < 0) | (tokens >= vocab_size)
         wrong &= (tokens != IGNORED) if ignored else True
         if bool(wrong.any()):

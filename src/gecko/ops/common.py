@@ -47,12 +47,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def linear_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that linear layers read for x: autocast's if it is enabled, else that of x.
 
-    C kernels that round their operands to bfloat16 read x as it is, even under autocast.
+    Autocast leaves float64 as it is. C kernels that round their operands to bfloat16 read x as it is, even under it.
     """
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or (device == "cpu" and products_are_rounded()):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast and not (device == "cpu" and products_are_rounded()) else x.dtype
 
 
 def empty_contiguous(x: Tensor) -> Tensor:

@@ -229,8 +229,9 @@ def write_model(checkpoint: Path, folder: Path) -> None:
         return
     write_average([checkpoint], folder)
     if folder == checkpoint:
-        # ``save`` wrote the same config.json as before, so the checkpoint is still sound if the process is killed here.
-        write_manifest(folder, {**read_manifest(folder), **flushed_entries(folder, [folder / WEIGHTS])})
+        # ``save`` wrote config.json again, which a newer version writes with more fields.
+        written = flushed_entries(folder, [folder / WEIGHTS, folder / CONFIG])
+        write_manifest(folder, {**read_manifest(folder), **written})
 
 
 def check_consecutive(checkpoints: Sequence[Path]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,18 @@ class Evaluation:
     @property
     def note(self) -> str:
         """What to say after the loss."""
-        return "" if self.arithmetic != "bfloat16" else ", computed in bfloat16"
+        textless = math.isnan(self.nats_per_byte) and math.isfinite(self.loss)
+        return ", computed in bfloat16" * (self.arithmetic == "bfloat16") + "; the held-out part has no text" * textless
+
+
+def with_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a ``results.json`` with NaN in place of null, which stands for losses without a number."""
+
+    def number(value: Any) -> Any:
+        return [number(item) for item in value] if isinstance(value, list) else math.nan if value is None else value
+
+    losses = ("loss", "nats_per_byte", "row_losses")
+    return {name: number(value) if name in losses else value for name, value in results.items()}
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ from gecko.runtime.process import code_name, code_version, require
 from gecko.train.checkpoints import write_model
 from gecko.train.data import RunData
 from gecko.train.evaluate import Evaluation, evaluate, sample_text
-from gecko.train.metrics import METRICS, read_metrics
+from gecko.train.metrics import METRICS, finite, read_metrics
 from gecko.train.run import Run
 from gecko.train.settings import flatten
 from gecko.train.throughput import describe_hardware
@@ -225,7 +225,7 @@ def finish_run(
             "loss. Move it back, and continue with --resume."
         )
     with console.status("sample and report"):
-        write_text(run.folder / RESULTS, json.dumps(asdict(result), indent=2) + "\n")
+        write_text(run.folder / RESULTS, json.dumps(finite(asdict(result)), indent=2, allow_nan=False) + "\n")
         device = next(model.parameters()).device
         if ranks.world > 1:
             write_model(checkpoint, checkpoint)

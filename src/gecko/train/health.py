@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from gecko.train.optimizer import named_parameters
 
 
 class NonFiniteError(RuntimeError):
-    """Raised after too many skipped steps in a row."""
+    """Raised after too many skipped steps in a row, and in place of a checkpoint that is not finite."""
 
 
 def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks = ALONE) -> str:
@@ -36,11 +36,16 @@ def find_nonfinite(model: nn.Module, compute: Callable[[], Tensor], ranks: Ranks
     The order is: parameters, outputs of modules (innermost first, in order of the forward pass), the loss, gradients of
     parameters (in order of the backward pass). Gradients are cleared. All ranks get the same answer.
     """
-    names = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
-    cause = _first(ranks, f"the parameter {names[0]} is not finite" if names else None)
+    cause = first_nonfinite({f"the parameter {name}": x for name, x in model.named_parameters()}, ranks)
     return cause or _first(ranks, _find_in_step(model, compute)) or (
         "the gradient's norm overflowed, or the step's numbers do not repeat"
     )  # fmt: skip
+
+
+def first_nonfinite(tensors: Mapping[str, Tensor], ranks: Ranks) -> str | None:
+    """Return the name of the first tensor that is not finite, in a sentence that is the same on all ranks, or None."""
+    names = [name for name, tensor in tensors.items() if not _is_finite(tensor)]
+    return _first(ranks, f"{names[0]} is not finite" if names else None)
 
 
 def _find_in_step(model: nn.Module, compute: Callable[[], Tensor]) -> str | None:

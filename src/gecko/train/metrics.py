@@ -23,13 +23,17 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gecko.data.packing import ROW_LAYOUT
-from gecko.io.files import Record, as_lines, parse_object, read_lines, whole_file, write_text
+from gecko.io.files import Fields, Record, as_lines, parse_object, read_lines, whole_file, write_text
 from gecko.records import build
 from gecko.runtime.process import code_version, require
 from gecko.train.run import RECIPE
 
 METRICS = "metrics.jsonl"
-FIELDS = ("kind", "step", "loss")
+FIELDS: Fields = {
+    "kind": ("a text", lambda x: isinstance(x, str)),
+    "step": ("a whole number from 0 on", lambda x: type(x) is int and x >= 0),
+    "loss": ("a number or null", lambda x: x is None or type(x) in (int, float)),
+}
 """Fields of every line of ``metrics.jsonl``."""
 Kind = Literal["train", "validation"]
 
@@ -63,7 +67,7 @@ class MetricsWriter:
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         """Write one record after ``step`` finished steps. Raise OSError that says what to do if that fails."""
-        record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in values.items()}}
+        record = {"kind": kind, "step": step, **{name: finite(value) for name, value in values.items()}}
         scalars = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         self._keep()
         with self._explained(f"the numbers of step {step}"):
@@ -134,10 +138,13 @@ def seconds_by_step(records: Iterable[Record], tokens_before: Callable[[int], in
     return clock
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a JSON value with null in place of numbers that are not finite, which JSON has not."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+    return [finite(item) for item in value] if isinstance(value, list) else value
 
 
 def _weights_and_biases(folder: Path, project: str, settings: Mapping[str, Any] | None) -> Any:

@@ -19,7 +19,7 @@ import torch
 
 from gecko.data.tokenizers import SETTINGS, TEMPLATE, TOKENIZERS, copy_tokenizer
 from gecko.io.checkpoints import checkpoint_path, checkpoint_step, list_checkpoints
-from gecko.io.files import locked, mend_lines, whole_file, write_text
+from gecko.io.files import check_replaceable, locked, mend_lines, whole_file, write_text
 from gecko.io.model_folder import CONFIG, WEIGHTS, check_one_model, run_or_checkpoint
 from gecko.models import LanguageModel
 from gecko.parallel.mesh import MeshSizes, Ranks, connected, launched, only_first_rank_reports
@@ -86,7 +86,7 @@ def train(
     Raises:
         FileExistsError: the folder holds a run and ``resume`` is not set, a finished run without checkpoints, or a
         model. ValueError: the folder holds another run, another session trains in it, or the run does not fit the
-        ranks. NonFiniteError: too many steps in a row were skipped.
+        ranks. NonFiniteError: too many steps in a row were skipped, or what a checkpoint would hold is not finite.
         OSError: a checkpoint or the metrics cannot be written.
     """
     clock = RunClock(now, now() if begin is None else begin, run.minutes)
@@ -180,6 +180,7 @@ def _claim(run: Run, resume: bool, stack: ExitStack) -> None:
             f"a run must have a folder without a model; {folder} has a {CONFIG}, and no command could tell that "
             f"model from the run's. Choose another folder with output=, or move {CONFIG} and {WEIGHTS} away."
         )
+    check_replaceable(folder / CONFIG)  # each session writes it
     # Two sessions would mix metrics and remove each other's checkpoints.
     stack.enter_context(locked(folder / _LOCK, wait=False))
     if checkpoints.exists() and not checkpoints.is_dir():

@@ -15,6 +15,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from gecko.config import Epsilon
 from gecko.records import (
     Count,
     CountFromZero,
@@ -99,7 +100,7 @@ class OptimizerSettings(Group):
     """Peak rate; the schedule multiplies it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay factors of AdamW's running means of the gradient and of its square."""
-    eps: Positive = 1e-8
+    eps: Epsilon = 1e-8
     """AdamW's epsilon, added to the root of the mean square by which it divides."""
     weight_decay: NotNegative = 0.1
     """AdamW's weight decay: each step subtracts learning rate × weight decay × parameter."""

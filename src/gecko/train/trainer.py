@@ -26,10 +26,10 @@ from gecko.train.capture import CapturedGradients
 from gecko.train.checkpoints import Checkpointer, set_aside
 from gecko.train.data import Prefetcher
 from gecko.train.evaluate import HeldOut, evaluate
-from gecko.train.health import NonFiniteError, StopSignal, find_nonfinite
+from gecko.train.health import NonFiniteError, StopSignal, find_nonfinite, first_nonfinite
 from gecko.train.metrics import MetricsWriter
 from gecko.train.run import Run
-from gecko.train.state import NodeCopies, TrainerState
+from gecko.train.state import NodeCopies, TrainerState, training_tensors
 from gecko.train.step import (
     NO_TARGETS,
     BatchPart,
@@ -232,7 +232,10 @@ class Trainer:
         if taken:
             self._drop_older()
         elif self.position.consecutive_skips >= self.run.max_skips:
-            self._give_up(cause or "")
+            last = self.position.step
+            good = last - self.position.consecutive_skips
+            why = f"steps {good + 1} to {last} were all skipped for their loss or gradient, and max_skips="
+            self._give_up(f"{why}{self.run.max_skips}; the last: {cause}", good)
         return taken
 
     def _drop_older(self) -> None:
@@ -241,18 +244,16 @@ class Trainer:
             self.saver.drop_older(self._saved or 0)
             self._unproven = False
 
-    def _give_up(self, cause: str) -> NoReturn:
+    def _give_up(self, why: str, step: int) -> NoReturn:
+        """End the run. Its checkpoints of ``step`` and later are not what it goes on from."""
         self.saver.wait()
         if self.copies is not None:  # they hold the weights that led here
             self.copies.clear()
-        last = self.position.step
-        taken = last - self.position.consecutive_skips
 
         def fail() -> NoReturn:
             raise NonFiniteError(
-                f"steps {taken + 1} to {last} were all skipped for their loss or gradient, and "
-                f"max_skips={self.run.max_skips}; the last: {cause}. Try a lower optimizer.learning_rate, a longer "
-                f"schedule.warmup or precision=float32, and {set_aside(self.saver.folder, taken)}"
+                f"{why}. Try a lower optimizer.learning_rate, a longer schedule.warmup or precision=float32, and "
+                f"{set_aside(self.saver.folder, step)}"
             )
 
         self.ranks.main(fail)
@@ -302,6 +303,10 @@ class Trainer:
         self.beat()
         begin = self.clock.now()
         self.ranks.run_or_abort_all((lambda: None) if self.metrics is None else self.metrics.flush)
+        # No run can go on from such a checkpoint, and it would displace one that is good.
+        if bad := first_nonfinite(training_tensors(self.model, self.optimizer), self.ranks):
+            step = self.position.step
+            self._give_up(f"after step {step} {bad}, and no checkpoint is written", step)
         self.saver.save(self.model, self.optimizer, self.position)
         self.clock.took("checkpoint", self.clock.now() - begin)
         self._saved, self._overdue, self._unproven = self.position.step, False, True

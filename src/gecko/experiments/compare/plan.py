@@ -16,7 +16,7 @@ from gecko.io.files import read_object, whole_file
 from gecko.models import meta_model
 from gecko.recipes import apply_overrides, get_recipe
 from gecko.train import Run
-from gecko.train.evaluate import Evaluation
+from gecko.train.evaluate import Evaluation, with_numbers
 from gecko.train.finish import RESULTS
 from gecko.train.run import has_role
 from gecko.train.settings import Role, flatten
@@ -264,7 +264,7 @@ def evaluation_of(run: Run) -> Evaluation | None:
     """
     path = run.folder / RESULTS
     try:
-        return Evaluation(**read_object(path, "the results of a run"))
+        return Evaluation(**with_numbers(read_object(path, "the results of a run")))
     except FileNotFoundError:
         return None
     except (TypeError, ValueError) as error:

@@ -27,18 +27,27 @@ from gecko.experiments.compare import results
 from gecko.experiments.compare.plan import LOCK, LOG, ComparisonPlan, Planned, claim, evaluation_of, rate_name
 from gecko.experiments.figures import check_packages
 from gecko.experiments.inputs import COMPARISON_FORMAT
-from gecko.io.files import locked, parse_json, read_lines
+from gecko.io.files import Fields, locked, misfit, parse_json, read_lines
 from gecko.runtime.process import code_version
 from gecko.runtime.terminal import lasting_output, visible
 from gecko.train import NonFiniteError, Run, train
 from gecko.train.health import StopSignal
-from gecko.train.metrics import METRICS, SESSIONS
+from gecko.train.metrics import FIELDS, METRICS, SESSIONS
 from gecko.train.throughput import describe_hardware, select_device
 
 _POLL_SECONDS, _REFRESH_SECONDS = 0.3, 2.0
 _TAIL_BYTES, _TAIL_LINES = 1 << 16, 12
-_DISPLAYED = {"train": ("step", "loss", "tokens_per_second"), "validation": ("nats_per_byte",)}
+_DISPLAYED: dict[str, Fields] = {
+    "train": {"step": FIELDS["step"], **dict.fromkeys(("loss", "tokens_per_second"), FIELDS["loss"])},
+    "validation": {"nats_per_byte": FIELDS["loss"]},
+}
 """Numbers of a record that the display needs, by its kind."""
+_HARDWARE: Fields = {
+    "hardware": (
+        "an object with the name of the GPU or the Processor",
+        lambda x: isinstance(x, dict) and isinstance(x.get("GPU") or x.get("Processor"), str),
+    )
+}
 FAILED, DIVERGED = 1, 3
 """Exit codes: settings or data that cannot be trained on, and a run that stopped after too many skipped steps."""
 State = Literal["waiting", "training", "finished", "diverged", "failed", "stopped"]
@@ -289,7 +298,7 @@ def progress_of(run: Run) -> Progress:
         try:
             record = parse_json(line)
             kind = record["kind"]
-            whole = all(name in record for name in _DISPLAYED.get(kind, ()))
+            whole = not misfit(record, _DISPLAYED.get(kind, {}))
         except (ValueError, KeyError, TypeError):
             continue
         if whole and kind == "train":
@@ -358,7 +367,7 @@ def machine_notes(planned: Sequence[Planned], hardware: Mapping[str, str]) -> li
 
     notes = []
     for one in planned:
-        machines = {machine(found["hardware"]) for found in read_lines(one.run.folder / SESSIONS, ("hardware",))}
+        machines = {machine(found["hardware"]) for found in read_lines(one.run.folder / SESSIONS, _HARDWARE)}
         if others := machines - {machine(hardware)}:
             notes.append(f"{one.label}: trained on {' and '.join(sorted(others))}")
     return notes
