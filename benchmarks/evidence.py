@@ -89,8 +89,8 @@ def ahead(baseline: str, size: str) -> Row:
     seeds, losses = ladder.tuning_losses(ladder.contenders(names))
     text = (
         f"nats per byte above Gecko, {found.seeds} of {model.seeds} seeds, four novels, 10 MB, at “{chosen}”, the best "
-        f"of {ran} of {len(names)} settings run; by the seeds that all have, the tuning novels kept {len(losses)} "
-        f"within {ladder.MARGIN} of the best, and chose it of these by seeds {', '.join(map(str, sorted(seeds)))}; its "
+        f"of {ran} of {len(names)} settings run; the tuning novels kept {len(losses)}, which no other leads by "
+        f"more than {ladder.MARGIN} in the runs that both have, and chose it by seeds {', '.join(map(str, sorted(seeds)))}; its "
         f"rate, {model.rate:g}, is {f'the {end} end of' if end else 'inside'} those run: {found.shown()}"
         f"{'; two seeds hardly decide' if found.seeds == 2 else ''}"
     )

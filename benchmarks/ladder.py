@@ -8,8 +8,8 @@ with Gecko's, and other forms of Gecko.
 
 The same command continues after an interruption. Every ended run adds a line to ``results/evidence/ladder.csv`` (loss
 by novel) or ``ladder_rates.csv``: NaN if it diverged. ``books`` holds the novels as text files. Of a baseline's rates
-and initialisations the tuning novels choose one by the seeds that all have: a setting whose mean on them is within
-``MARGIN`` of the best one needs all seeds, another only the first.
+and initialisations the tuning novels choose one: a setting that another one is ahead of by more than ``MARGIN``, by the
+runs that both have, needs only the first seed.
 
 **Splits.** ``TEST`` novels are in no other split; no model and no setting of this ladder was chosen by them. ``TUNING``
 novels choose the learning rates. Training uses the rest, without Gibbon, who is kept for long texts.
@@ -260,10 +260,16 @@ def tuning_losses(names: Iterable[str]) -> tuple[list[int], dict[str, float]]:
 
 
 def contenders(names: Iterable[str]) -> list[str]:
-    """Return the models whose mean loss on the tuning novels lies within the margin of the best one."""
-    _, means = tuning_losses(names)
-    first = best(means)
-    return [] if first is None else [name for name, mean in means.items() if mean <= means[first] + MARGIN]
+    """Return the models that no other is ahead of on the tuning novels by more than the margin, by the runs that both
+    have; of a model whose training diverged, nothing is."""
+    found = {name: losses for name in names if (losses := losses_of(name, ["tuning_novels"]))}
+    found = {name: losses for name, losses in found.items() if np.isfinite([*losses.values()]).all()}
+
+    def behind(one: str, other: str) -> float:
+        shared = {run: np.subtract(losses, found[other][run]) for run, losses in found[one].items() if run in found[other]}
+        return float(np.mean(_by_seed(shared))) if shared else 0.0
+
+    return [one for one in found if all(behind(one, other) <= MARGIN for other in found)]
 
 
 def tuned(names: Iterable[str]) -> str | None:

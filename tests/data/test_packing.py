@@ -228,4 +228,6 @@ def test_each_source_of_a_mixture_has_its_lanes(tmp_path: Path) -> None:
 
 def test_lanes_are_divided_by_the_weights() -> None:
     assert apportioned([0.7, 0.3], 10, "") == [7, 3]
+    with pytest.raises(ValueError, match="must be a number above 0"):
+        apportioned([1e308, 1e308], 4, "")
     assert apportioned([1, 1, 1], 4, "") in ([2, 1, 1], [1, 2, 1], [1, 1, 2])

@@ -59,7 +59,7 @@ class MixedRows:
 def apportioned(weights: Sequence[float], total: int, too_small: str) -> list[int]:
     """Divide ``total`` in proportion to the weights; shares of a half to 1, then the largest remainders, round up.
     ValueError: a weight is not above 0, or too small for one; ``too_small`` says so of the weights and the counts."""
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+    if not all(weight > 0 for weight in weights) or not math.isfinite(total * sum(weights)):
         raise ValueError(f"the weight of a source must be a number above 0; got {list(weights)}.")
     shares = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in shares]

@@ -54,7 +54,8 @@ def read_manifest(path: Path) -> Entries:
         raise FileNotFoundError(f"{manifest} must be there; {path} is no finished checkpoint. {_REMEDY}")
 
     def parse(content: Record) -> Entries:
-        entries = content["files"].items()
+        if not (entries := content["files"].items()):
+            raise ValueError("it names none")
         return {inner_name(name): {"bytes": int(x["bytes"]), "sha256": str(x["sha256"])} for name, x in entries}
 
     return parse_object(manifest, "the checkpoint's files with size and sha256", parse)
