@@ -87,10 +87,11 @@ def ahead(baseline: str, size: str) -> Row:
         return claim, "no seed that all settings and Gecko have" if ran else "not run", "open"
     model, end = ladder.MODELS[chosen], ladder.end_of_rates(chosen, names)
     seeds, losses = ladder.tuning_losses(ladder.contenders(names))
+    numbers = ", ".join(map(str, sorted(seeds)))
     text = (
         f"nats per byte above Gecko, {found.seeds} of {model.seeds} seeds, four novels, 10 MB, at “{chosen}”, the best "
         f"of {ran} of {len(names)} settings run; the tuning novels kept {len(losses)}, which no other leads by "
-        f"more than {ladder.MARGIN} in the runs that both have, and chose it by seeds {', '.join(map(str, sorted(seeds)))}; its "
+        f"more than {ladder.MARGIN} in the runs that both have, and chose it by seeds {numbers}; its "
         f"rate, {model.rate:g}, is {f'the {end} end of' if end else 'inside'} those run: {found.shown()}"
         f"{'; two seeds hardly decide' if found.seeds == 2 else ''}"
     )

@@ -266,7 +266,8 @@ def contenders(names: Iterable[str]) -> list[str]:
     found = {name: losses for name, losses in found.items() if np.isfinite([*losses.values()]).all()}
 
     def behind(one: str, other: str) -> float:
-        shared = {run: np.subtract(losses, found[other][run]) for run, losses in found[one].items() if run in found[other]}
+        mine, its = found[one], found[other]
+        shared = {run: np.subtract(mine[run], its[run]) for run in mine if run in its}
         return float(np.mean(_by_seed(shared))) if shared else 0.0
 
     return [one for one in found if all(behind(one, other) <= MARGIN for other in found)]
