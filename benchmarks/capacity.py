@@ -259,6 +259,11 @@ def found(form: str) -> dict[tuple[int, int], dict[int, float]]:
     return by_cell
 
 
+def whole() -> list[str]:
+    """Return the forms whose seed 0 ran in all cells: only they have means over cells."""
+    return [form for form in FORMS if cells_of(form) <= found(form).keys()]
+
+
 def edge(lines: Sequence[Mapping[str, str]], steps: int = STEPS) -> set[tuple[int, int]]:
     """Return the cells (pairs, width) that seed 0 of any form chooses."""
     return {
@@ -338,10 +343,10 @@ def tuning_line() -> str:
 
 
 def page() -> str:
-    """Return a line of the tuning cell, and a Markdown table of the forms whose seed 0 ran in all cells: recall by
-    pairs, means over key widths, and the difference to the paper's."""
+    """Return a line of the tuning cell, and a Markdown table of the ``whole`` forms: recall by pairs, means over key
+    widths, and the difference to the paper's."""
     rows = []
-    for form in (form for form in FORMS if cells_of(form) <= found(form).keys()):
+    for form in whole():
         cells = found(form)
         shown = [fmean(fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs) for pairs in PAIRS]
         change = difference(form, PAPER) if form != PAPER else None

@@ -220,7 +220,8 @@ def memory_capacity() -> Drawing:
     for width, x in places.items():
         picture.text(x, 312, number(4.0 * width * capacity.SHAPE["value_dim"]), "small")
     ends = []
-    for name, form in capacity.FORMS.items():
+    for name in capacity.whole():
+        form = capacity.FORMS[name]
         cells = {cell: fmean(seeds.values()) for cell, seeds in capacity.found(name).items()}
         means = {width: [recall for (_, of), recall in cells.items() if of == width] for width in places}
         points = [(places[width], 290 - 230 * fmean(values)) for width, values in means.items() if values]
@@ -274,7 +275,7 @@ def number(value: float) -> str:
 
 def drawn() -> tuple[Callable[[], Drawing], ...]:
     """Return the functions of the pictures, whose names are those of the files; without results there is none."""
-    known = (memory_capacity,) if capacity.found(capacity.PAPER) else ()
+    known = (memory_capacity,) if capacity.whole() else ()
     return layer, window, state_size, speed, ladder_changes, *known
 
 

@@ -345,8 +345,10 @@ def test_forms_are_drawn_by_bytes_of_state(results: Path) -> None:
     assert pictures.ladder_changes().svg().count("not run") == len(ladder.RUNGS) - 1
     table = tables.Table("capacity.csv", capacity.COLUMNS)
     for form in (capacity.PAPER, capacity.LINEAR):
-        for width, recall in ((16, 0.25), (32, 1.0)):
-            table.add([(*capacity.Cell(form, 4, width, 0, 1e-2).key, recall, 1, 9, "abcdefg", "a", "x")])
+        for pairs, width in sorted(capacity.cells_of(form)):
+            assert pictures.memory_capacity().svg().count(f">{form}<") == 0, "a form is drawn once all cells ran"
+            recall = 0.25 if width == 16 else 1.0
+            table.add([(*capacity.Cell(form, pairs, width, 0, 1e-2).key, recall, 1, 9, "abcdefg", "a", "x")])
     svg = pictures.memory_capacity().svg()
     assert pictures.memory_capacity in pictures.drawn() and svg.count(f">{capacity.LINEAR}<") == 1
-    assert svg.count('points="70.0,232.5 196.7,60.0"') == 2 and ">4K<" in svg and ">32K<" in svg
+    assert svg.count('points="70.0,232.5 196.7,60.0 ') == 2 and ">4K<" in svg and ">32K<" in svg
