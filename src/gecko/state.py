@@ -52,7 +52,7 @@ class GeckoState(TensorRecord):
         heads, key_dim, value_dim = config.num_key_value_heads, config.key_head_dim, config.value_head_dim
         sizes = heads, config.chunk_size, key_dim, value_dim
         window = AttentionState.empty(batch, *sizes, dtype, device, sinks=config.sinks)
-        window = window.to(*(torch.bfloat16,) * 2 if config.bfloat16_window else (dtype, value_dtype or dtype))
+        window = window.to(*cls.window_dtypes(config, dtype, value_dtype))
         norm = final_norm = average = memory = convolution = None
         if config.norm == "timestep":
             norm, final_norm = (TimestepNormState.empty(batch, config.timestep_groups, dtype, device) for _ in range(2))
@@ -65,6 +65,13 @@ class GeckoState(TensorRecord):
             convolution = torch.zeros(batch, config.convolution_width - 1, channels, dtype=dtype, device=device)
         mixer = MixerState(norm, average, window, memory, convolution)
         return cls(config, model, Clock.start(batch), (mixer,) * config.num_layers, final_norm)
+
+    @staticmethod
+    def window_dtypes(
+        config: GeckoConfig, dtype: torch.dtype, value_dtype: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of keys and values in the attention window of ``empty``."""
+        return (torch.bfloat16, torch.bfloat16) if config.bfloat16_window else (dtype, value_dtype or dtype)
 
     @property
     def batch_size(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cli.conftest import Command
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
 import gecko.data.tokenize as tokenizing
 
@@ -135,7 +135,9 @@ def test_training_on_shards_and_mixtures(command: Command, corpus: Path, tmp_pat
 def test_a_tokenizer_that_loses_text_is_refused(command: Command, tmp_path: Path) -> None:
     """By training, of texts and of chats, and by gecko tokenize, unless that is allowed."""
     path = tmp_path / "tokenizer.json"
-    Tokenizer(models.BPE({letter: place for place, letter in enumerate(["</s>", *"ab cd"])}, [])).save(str(path))
+    library = Tokenizer(models.BPE({letter: place for place, letter in enumerate(["</s>", *"ab cd"])}, []))
+    library.decoder = decoders.Fuse()
+    library.save(str(path))
     (tmp_path / "texts.jsonl").write_text('{"text": "a bad cab dab"}\n' * 40 + '{"text": "a café"}\n')
     turns = [{"role": "user", "content": "cab"}, {"role": "assistant", "content": "dab é"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")

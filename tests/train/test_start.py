@@ -71,7 +71,9 @@ def test_a_tokenizer_that_is_gone_is_not_the_bytes(read_by: Callable[..., Run], 
     merged = write_tokenizer(tmp_path / "merged", [("r", "e"), ("re", "d")])
     first = train(read_by("first", merged))
     (first.checkpoint / "tokenizer.json").unlink()
-    (first.checkpoint / "manifest.json").write_text('{"files": {}}')
+    entries = json.loads((first.checkpoint / "manifest.json").read_text())["files"]
+    del entries["tokenizer.json"]
+    (first.checkpoint / "manifest.json").write_text(json.dumps({"files": entries}))
     moved = (tmp_path / "merged").rename(tmp_path / "moved") / "tokenizer.json"
     with pytest.raises(ValueError, match=rf"Set data\.tokenizer={merged}$"):
         train(read_by("refused", "bytes", first.run.folder))

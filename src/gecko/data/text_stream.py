@@ -232,8 +232,8 @@ def check_loss(tokenizer: Tokenizer, texts: Iterable[str], *, allowed: bool) -> 
             wanted, found = Counter(tokenizer.normalize(text)), Counter(tokenizer.normalize(kept))
             lost += wanted - found
             added += found - wanted
-    # An unknown character is often written as a mark and spaces around it.
-    if not (changed := added if added.total() > 4 * lost.total() else lost):
+    # An unknown character is often written as a mark of some letters.
+    if not (changed := added if added.total() > 20 * lost.total() else lost):
         return ""
     named = ", ".join(repr(character) for character, _ in changed.most_common(3))
     does = "loses" if changed is lost else "adds"

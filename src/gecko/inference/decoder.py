@@ -165,8 +165,7 @@ def as_own(model: Gecko, state: GeckoState) -> GeckoState:
     wide = torch.promote_types(weight.dtype, torch.float32)
     if state.dtype not in (wide, None):
         return state  # ``Gecko.check_state`` refuses it
-    own = GeckoState.empty(model.config, dtype=wide, value_dtype=weight.dtype, device="meta").mixers[0].attention
-    return state.to(weight.device).with_window(own.keys.dtype, own.values.dtype)
+    return state.to(weight.device).with_window(*GeckoState.window_dtypes(model.config, wide, weight.dtype))
 
 
 def read_piece(model: Gecko, tokens: Tensor, state: GeckoState | None) -> tuple[Tensor, GeckoState]:
