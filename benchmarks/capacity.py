@@ -356,7 +356,7 @@ def page() -> str:
         "less the paper's, 95 % over seeds",
     ]  # fmt: skip
     picture = "![Recall by bytes of state](pictures/memory_capacity.svg)"
-    return f"{tuning_line()}\n{picture}\n\n{table(columns, rows)}\n" if rows else tuning_line()
+    return f"{tuning_line()}{picture}\n\n{table(columns, rows)}\n" if rows else tuning_line()
 
 
 def main() -> None:

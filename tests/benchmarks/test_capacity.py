@@ -83,6 +83,8 @@ def test_intervals_of_forms(results: Path) -> None:
     for form, more in ((capacity.PAPER, 0.3), ("linear", 0.0)):
         for seed in range(4):
             assert evidence.rules()[2].startswith("open"), "a cell with three seeds is not all"
+            if form == "linear" and seed == 1:
+                assert evidence.rules()[1] == "seed 0 alone, mean recall of all 20 cells: adaptive 0.920, linear 0.905"
             for pairs in (4, 8) if seed else capacity.PAIRS:
                 for width in (16,) if seed else capacity.WIDTHS:
                     chosen = (pairs, width) in ((4, 16), (8, 16))
