@@ -157,7 +157,7 @@ def test_a_baseline_is_chosen_by_the_tuning_novels_and_by_equal_seeds(results: P
 
 
 def test_settings_are_compared_by_the_runs_that_two_of_them_have(results: Path) -> None:
-    """Of four rates two ran on one processor each, so that no run is common to all."""
+    """Two of the four rates ran on one processor each, so no run is common to all."""
     names, gecko = ladder.BASELINES[ladder.MEGALODON, "4 M"]
     middle, best, low, high = names
     for seed in range(2):

@@ -93,13 +93,11 @@ def _matching(root: Path, pattern: Sequence[str], skipped: Collection[str] = ())
         seen.add(place)
         if first == "**" and rest:
             waiting.append((folder, tuple(rest)))
-        listed = first == "**" or glob.has_magic(first)
-        for entry in folder.iterdir() if listed else [folder / first] if os.path.lexists(folder / first) else []:
-            if listed and (
-                entry.name in skipped or (entry.name[0] == "." and first[0] != ".")
-                or not (first == "**" or fnmatch.fnmatch(entry.name, first))
-            ):  # fmt: skip
-                continue
+        entries = [folder / first] if os.path.lexists(folder / first) else []
+        if glob.has_magic(first):
+            listed = [entry for entry in folder.iterdir() if entry.name not in skipped]
+            entries = [x for x in listed if fnmatch.fnmatch(x.name, first) and (x.name[0] != "." or first[0] == ".")]
+        for entry in entries:
             if not entry.is_dir():
                 found |= {} if rest else {entry: None}
             elif rest or first == "**":

@@ -288,8 +288,10 @@ def open_files(sources: Sequence[str]) -> list[Text]:
         if not path.is_file():
             there = f"{path}: {found_at(path)}" if os.path.lexists(path) else f"there is no file {path}"
             raise FileNotFoundError(f"a text must be a file, since it is read more than once; {there}.")
-    first = {path.resolve(): path for path in reversed(paths)}
-    return [Text(str(path), (path,)) for path in paths if path is first[path.resolve()]]
+    first: dict[Path, Path] = {}
+    for path in paths:
+        first.setdefault(path.resolve(), path)
+    return [Text(str(path), (path,)) for path in first.values()]
 
 
 class Cursor:

@@ -253,7 +253,7 @@ _KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(("minimum", "maximum", "multipleOf"), ("a number", (int, float))),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), ("a number", (int, float, bool))),  # bool: of draft 4
 }  # fmt: skip
-"""What the keywords that are made exact must be."""
+"""Types of the keywords that ``_exact_keywords`` reads."""
 _FORMATS = {
     "date": "^(?:[1-9]|0[1-9]|00[1-9]|000[1-9])[0-9]*-(?:0[13-9]|1|02-(?:[01]|2[0-8]))",
     "time": ":[0-9]{2}:[0-5]",

@@ -24,7 +24,7 @@ _PENALTIES = (0.01, 100.0)
 _BAN = -100.0
 """Largest logit bias that excludes a token, as in OpenAI's API."""
 NO_TOKEN = "logit_bias and penalties must leave tokens to draw, and finite scores; here they do not. Try smaller ones."
-"""What is wrong with a row for which ``Sampler.draw`` returns −1."""
+"""Error of a row for which ``Sampler.draw`` returns −1."""
 MAX_PENALTY = 2.0
 """Largest magnitude of the presence and frequency penalties, as in OpenAI's API."""
 
