@@ -350,7 +350,8 @@ def page() -> str:
         cells = found(form)
         shown = [fmean(fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs) for pairs in PAIRS]
         change = difference(form, PAPER) if form != PAPER else None
-        rows.append((form, *shown, sum(map(len, cells.values())), None if change is None else change[0].shown(3)))
+        beside = None if change is None else f"{change[0].shown(3)}, {change[1]} cells"
+        rows.append((form, *shown, sum(map(len, cells.values())), beside))
     columns = [
         f"recall, mean of key widths {', '.join(map(str, WIDTHS))}", *(f"{n} pairs|.3f" for n in PAIRS), "runs|d",
         "less the paper's, 95 % over seeds",

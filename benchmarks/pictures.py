@@ -228,10 +228,14 @@ def memory_capacity() -> Drawing:
         if len(points) > 1:
             picture.curve(points, form.group)
             ends.append((points[-1][1], points[-1][0], name, form.group))
-    y = 34.0
-    for wanted, x, name, colour in sorted(ends):
-        y = max(wanted, y + 18)
-        picture.curve([(x + 3, wanted), (474, y)], colour)
+    ends.sort()
+    ys = [end[0] for end in ends]
+    for i in range(1, len(ys)):
+        ys[i] = max(ys[i], ys[i - 1] + 18)
+    for i in reversed(range(len(ys))):
+        ys[i] = min(ys[i], 322 - 18 * (len(ys) - 1 - i))
+    for y, (end, x, name, colour) in zip(ys, ends, strict=True):
+        picture.curve([(x + 3, end), (474, y)], colour)
         picture.text(480, y + 4, name, "left")
     return picture
 
