@@ -309,11 +309,14 @@ def missing(*forms: str) -> int:
     )  # fmt: skip
 
 
-def paired(form: str, base: str) -> list[list[float]]:
+def paired(form: str, base: str) -> dict[tuple[int, int], list[float]]:
     """Return the recall of a form less that of ``base`` by seed, for each cell that has the seeds of the edge."""
     one, other = found(form), found(base)
-    both = [(one[cell], other[cell]) for cell in sorted(one.keys() & other.keys())]
-    return [[mine[n] - its[n] for n in SEEDS] for mine, its in both if set(SEEDS) <= mine.keys() & its.keys()]
+    both = {cell: (one[cell], other[cell]) for cell in sorted(one.keys() & other.keys())}
+    return {
+        cell: [mine[n] - its[n] for n in SEEDS]
+        for cell, (mine, its) in both.items() if set(SEEDS) <= mine.keys() & its.keys()
+    }  # fmt: skip
 
 
 def difference(form: str, base: str) -> tuple[Interval, int] | None:
@@ -321,13 +324,14 @@ def difference(form: str, base: str) -> tuple[Interval, int] | None:
     number."""
     if not (cells := paired(form, base)):
         return None
-    return over_seeds([fmean(values) for values in zip(*cells, strict=True)]), len(cells)
+    return over_seeds([fmean(values) for values in zip(*cells.values(), strict=True)]), len(cells)
 
 
-def differing(form: str, base: str) -> tuple[int, int]:
-    """Return in how many cells with all seeds a form recalls more than ``base`` beyond the margin, and less."""
-    intervals = [over_seeds(values) for values in paired(form, base)]
-    return sum(one.low > MARGIN for one in intervals), sum(one.high < -MARGIN for one in intervals)
+def differing(form: str, base: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the cells with all seeds in which a form recalls more than ``base`` beyond the margin, and less."""
+    intervals = {cell: over_seeds(values) for cell, values in paired(form, base).items()}
+    more = [cell for cell, one in intervals.items() if one.low > MARGIN]
+    return more, [cell for cell, one in intervals.items() if one.high < -MARGIN]
 
 
 def tuning_line() -> str:

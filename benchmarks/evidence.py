@@ -141,7 +141,10 @@ def rules() -> Row:
         return claim, text.format(len(capacity.cells_of(forms[0])), *means), f"open: {missing} runs are missing"
     if found is None:
         return claim, "not run" if missing else "no cell is at the edge", "open"
-    more, less = capacity.differing(*forms)
+    more, less = (
+        f"{len(cells)}" + "".join(f" ({pairs} pairs, keys of {width})" for pairs, width in cells)
+        for cells in capacity.differing(*forms)
+    )
     text = (
         f"share of the pairs recalled, less the linear rule's, over {found[1]} cells of pairs and key width that "
         f"seed 0 chose, by three other seeds: {found[0].shown(3)}; beyond {capacity.MARGIN} more in {more} of them, "

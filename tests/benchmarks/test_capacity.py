@@ -91,7 +91,7 @@ def test_intervals_of_forms(results: Path) -> None:
                     recall = 0.5 + more * (pairs == 4) + seed / 100 * (form == "linear") if chosen else 0.95
                     line = *capacity.Cell(form, pairs, width, seed, 1e-2).key, recall, 1, 9, "abcdefg", "a", "x"
                     table.add([line])
-    assert capacity.differing(capacity.PAPER, "linear") == (1, 0)
+    assert capacity.differing(capacity.PAPER, "linear") == ([(4, 16)], [])
     (middle, low, high), cells = capacity.difference("linear", capacity.PAPER) or ((0, 0, 0), 0)
     assert (middle, cells) == (pytest.approx(-0.13), 2) and low < middle < high, "seed 0 chooses, and does not answer"
     assert capacity.missing(capacity.PAPER, "linear") == 0 and evidence.rules()[2] == "holds"
