@@ -346,6 +346,16 @@ def tuning_line() -> str:
     return f"{cell}{'; '.join(shown)}.\n" if shown else "Not run yet.\n"
 
 
+def _beside_the_paper(form: str) -> str:
+    """Return the difference of a form to the paper's, over all cells at the edge only: those of few pairs ran first."""
+    if form == PAPER:
+        return ""
+    if runs := missing(form, PAPER):
+        return f"{runs} runs are missing"
+    change = difference(form, PAPER)
+    return "" if change is None else f"{change[0].shown(3)}, {change[1]} cells"
+
+
 def page() -> str:
     """Return a line of the tuning cell, and a Markdown table of the ``whole`` forms: recall by pairs, means over key
     widths, and the difference to the paper's."""
@@ -353,9 +363,7 @@ def page() -> str:
     for form in whole():
         cells = found(form)
         shown = [fmean(fmean(seeds.values()) for (n, _), seeds in cells.items() if n == pairs) for pairs in PAIRS]
-        change = difference(form, PAPER) if form != PAPER else None
-        beside = None if change is None else f"{change[0].shown(3)}, {change[1]} cells"
-        rows.append((form, *shown, sum(map(len, cells.values())), beside))
+        rows.append((form, *shown, sum(map(len, cells.values())), _beside_the_paper(form)))
     columns = [
         f"recall, mean of key widths {', '.join(map(str, WIDTHS))}", *(f"{n} pairs|.3f" for n in PAIRS), "runs|d",
         "less the paper's, 95 % over seeds",

@@ -83,6 +83,8 @@ def test_intervals_of_forms(results: Path) -> None:
     for form, more in ((capacity.PAPER, 0.3), ("linear", 0.0)):
         for seed in range(4):
             assert evidence.rules()[2].startswith("open"), "a cell with three seeds is not all"
+            if form == "linear" and seed > 1:
+                assert f"{(4 - seed) * 2} runs are missing |" in capacity.page(), "a part of the cells is not shown"
             if form == "linear" and seed == 1:
                 assert evidence.rules()[1] == "seed 0 alone, mean recall of all 20 cells: adaptive 0.920, linear 0.905"
             for pairs in (4, 8) if seed else capacity.PAIRS:
@@ -95,6 +97,7 @@ def test_intervals_of_forms(results: Path) -> None:
     (middle, low, high), cells = capacity.difference("linear", capacity.PAPER) or ((0, 0, 0), 0)
     assert (middle, cells) == (pytest.approx(-0.13), 2) and low < middle < high, "seed 0 chooses, and does not answer"
     assert capacity.missing(capacity.PAPER, "linear") == 0 and evidence.rules()[2] == "holds"
+    assert "| -0.130 [" in capacity.page() and ", 2 cells |" in capacity.page()
 
 
 def test_the_command_trains_and_scores(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
