@@ -142,7 +142,7 @@ def rules() -> Row:
     if found is None:
         return claim, "not run" if missing else "no cell is at the edge", "open"
     more, less = (
-        f"{len(cells)}" + "".join(f" ({pairs} pairs, keys of {width})" for pairs, width in cells)
+        str(len(cells)) + "".join(f" ({pairs} pairs, keys of {width})" for pairs, width in cells)
         for cells in capacity.differing(*forms)
     )
     text = (

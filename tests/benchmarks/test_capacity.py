@@ -86,18 +86,20 @@ def test_intervals_of_forms(results: Path) -> None:
             if form == "linear" and seed > 1:
                 assert f"{(4 - seed) * 2} runs are missing |" in capacity.page(), "a part of the cells is not shown"
             if form == "linear" and seed == 1:
-                assert evidence.rules()[1] == "seed 0 alone, mean recall of all 20 cells: adaptive 0.920, linear 0.905"
+                assert evidence.rules()[1] == "seed 0 alone, mean recall of all 20 cells: adaptive 0.923, linear 0.905"
             for pairs in (4, 8) if seed else capacity.PAIRS:
                 for width in (16,) if seed else capacity.WIDTHS:
                     chosen = (pairs, width) in ((4, 16), (8, 16))
-                    recall = 0.5 + more * (pairs == 4) + seed / 100 * (form == "linear") if chosen else 0.95
+                    lead = more * (1 if pairs == 4 else 0.2)
+                    recall = 0.5 + lead + seed / 100 * (form == "linear") if chosen else 0.95
                     line = *capacity.Cell(form, pairs, width, seed, 1e-2).key, recall, 1, 9, "abcdefg", "a", "x"
                     table.add([line])
+    # The mean of (8, 16) is 0.04, and the margin is in its interval.
     assert capacity.differing(capacity.PAPER, "linear") == ([(4, 16)], [])
     (middle, low, high), cells = capacity.difference("linear", capacity.PAPER) or ((0, 0, 0), 0)
-    assert (middle, cells) == (pytest.approx(-0.13), 2) and low < middle < high, "seed 0 chooses, and does not answer"
+    assert (middle, cells) == (pytest.approx(-0.16), 2) and low < middle < high, "seed 0 chooses, and does not answer"
     assert capacity.missing(capacity.PAPER, "linear") == 0 and evidence.rules()[2] == "holds"
-    assert "| -0.130 [" in capacity.page() and ", 2 cells |" in capacity.page()
+    assert "| -0.160 [" in capacity.page() and ", 2 cells |" in capacity.page()
 
 
 def test_the_command_trains_and_scores(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
