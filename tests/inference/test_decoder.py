@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cases
@@ -17,9 +18,9 @@ from torch import Tensor
 import gecko
 from gecko.inference import Prefill, read
 from gecko.inference.decoder import FIRST_SLOTS, Decoder
-from gecko.inference.packed_weights import PackedWeights
+from gecko.inference.packed_weights import PackedWeights, matrix
 from gecko.layers import CEMA
-from gecko.ops.decoding import Weights
+from gecko.ops.decoding import REGISTER, Weights
 from gecko.segments import Segments
 from gecko.state import GeckoState
 
@@ -211,6 +212,12 @@ def test_weights_that_c_would_misread_are_refused(name: str) -> None:
         record[name] = wrong
         with pytest.raises(ValueError, match=rf"{name}.*(must be|C kernels need)"):
             packed.with_states(state)
+
+
+def test_weights_of_whole_registers_are_held_once() -> None:
+    whole, odd = torch.randn(3, 2 * REGISTER), torch.randn(3, 5)
+    assert matrix(whole).weight.data_ptr() == whole.data_ptr()
+    assert torch.equal(matrix(odd).weight, F.pad(odd, (0, REGISTER - 5)))
 
 
 def test_stored_values_are_rounded_as_torch_rounds() -> None:

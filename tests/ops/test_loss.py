@@ -60,6 +60,19 @@ def test_loss_of_sixteen_bit_hidden_states_is_float32():
     assert abs(value.item() - expected.item()) < 0.02
 
 
+@pytest.mark.parametrize("tokens", [1, 1000, 1024])
+def test_scaled_gradients_in_float16_are_those_of_all_tokens(tokens: int):
+    """1 / tokens, times a probability, is no float16; times the scale of a GradScaler it is."""
+    scale, vocabulary = 2.0**15, 20_000
+    hidden, weight = torch.zeros(tokens, 4).half(), torch.zeros(vocabulary, 4).half()
+    hidden[:, 0] = 1
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    (linear_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.long)) * scale).backward()
+    expected = torch.full((vocabulary,), scale / vocabulary)
+    expected[0] -= scale
+    torch.testing.assert_close(weight.grad[:, 0].float(), expected, rtol=2e-3, atol=0)
+
+
 def test_large_logits_do_not_overflow():
     hidden, weight, targets = _case(9, 0.0, torch.float32)
     assert linear_cross_entropy(1e4 * hidden, weight, targets).isfinite()

@@ -78,3 +78,12 @@ def test_sixteen_bit_activations_keep_float32_statistics():
     assert state.mean.dtype == state.variance.dtype == torch.float32
     torch.testing.assert_close(state.variance.double(), exact_state.variance, rtol=1e-5, atol=1e-7)
     assert (y.double() - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_small_weights_in_sixteen_bits_are_not_rounded_away(length: int) -> None:
+    """A weight of 2⁻⁹ beside 1 is no bfloat16; one token is computed by other code than several."""
+    x, weight = _texts(1, length, 12).float(), torch.full((12,), 2.0**-9)
+    exact, _ = timestep_norm(x, weight, 0 * weight, Statistics(3, BETAS, EPS))
+    y, _ = timestep_norm(x, weight.bfloat16(), 0 * weight.bfloat16(), Statistics(3, BETAS, EPS))
+    torch.testing.assert_close(y, exact, rtol=1e-4, atol=1e-5)

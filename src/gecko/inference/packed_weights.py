@@ -76,6 +76,7 @@ def decoder_of(model: Gecko, state: GeckoState) -> Literal["triton", "cpu"] | No
         and all(x.dtype in _DTYPES for x in model.parameters())
         and all(dtype in (_DTYPES if ".attention." in name else _DTYPES[:1]) for name, dtype in floats)
         and all(is_bare(x) for x in modules if isinstance(x, nn.Linear))
+        and all(x.bias is None for name, x in model.named_modules() if name.endswith(("head", "fc1", "fc2", "fc3")))
         and not any(x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in modules)
     )  # fmt: skip
     if not known:
@@ -114,7 +115,7 @@ class PackedWeights:
     def __init__(self, model: Gecko, backend: Literal["triton", "cpu"]) -> None:
         self._config, self._backend = model.config, backend
         embedding = matrix(model.embedding.weight)
-        head = embedding if model.config.tie_embedding else matrix(model.head.weight)
+        head = embedding if model.head.weight is model.embedding.weight else matrix(model.head.weight)
         self._ends = {"embedding": embedding, "head": head}
         self._final_norm = _norm(model.final_norm, model.config.model_dim)
         blocks = [block for block in model.blocks if isinstance(block, Block)]
@@ -154,7 +155,8 @@ def matrix(weight: Tensor, bias: Tensor | None = None) -> Weights:
 
 def _padded(weight: Tensor, size: int = REGISTER) -> Tensor:
     """Pad rows with zeros to multiples of ``size``; return the weight itself if nothing is missing."""
-    return F.pad(weight, (0, -weight.shape[-1] % size)).contiguous()
+    missing = -weight.shape[-1] % size
+    return F.pad(weight, (0, missing)) if missing else weight.contiguous()
 
 
 _halves = WeakTensorKeyDictionary()

@@ -56,9 +56,10 @@ def project(x: Tensor, *layers: nn.Linear, onto: Tensor | None = None) -> tuple[
     return tuple(outputs)
 
 
-def is_bare(layer: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Return whether the layer is of one of ``kinds``, by default ``nn.Linear``, with no other forward and no hooks."""
-    if type(layer) not in (kinds or (nn.Linear,)):
+def is_bare(layer: nn.Module, *kinds: type[nn.Module], bias: bool = True) -> bool:
+    """Return whether the layer is of one of ``kinds``, by default ``nn.Linear``, with no other forward and no hooks.
+    If not ``bias``, it must have none: a caller may then read its weight and nothing else."""
+    if type(layer) not in (kinds or (nn.Linear,)) or not (bias or layer.bias is None):
         return False
     # accelerate replaces forward to load offloaded weights, and ``Module.compile`` the call.
     if "forward" in vars(layer) or layer._compiled_call_impl is not None:
@@ -206,7 +207,8 @@ class CEMA(nn.Module):
 
     def coefficients(self) -> CEMACoefficients:
         """Return the filter's coefficients for the current parameters."""
-        gamma = self.gamma if self.omega is None else self.gamma / math.sqrt(self.gamma.shape[1])
+        gamma = self.gamma.to(compute_dtype(self.gamma))  # before the factor, which 16 bits would round again
+        gamma = gamma if self.omega is None else gamma / math.sqrt(gamma.shape[1])
         found = CEMACoefficients.from_parameters(self.alpha, self.delta, self.theta, gamma)
         return found if self.beta is None else replace(found, input=found.input * self.beta)
 
@@ -242,7 +244,8 @@ class FeedForward(nn.Module):
         return self._after_norm(u, x if onto is None else onto)
 
     def _after_norm(self, u: Tensor, onto: Tensor) -> Tensor:
-        if self.fc3 is not None and self.scale is None and all(map(is_bare, (self.fc1, self.fc2, self.fc3))):
+        plain = all(is_bare(x, bias=False) for x in self.children() if x is not self.norm)
+        if self.fc3 is not None and self.scale is None and plain:
             return feed_forward(u, self.fc1.weight, self.fc3.weight, self.fc2.weight, onto)
         hidden = F.silu(self.fc1(u)) if self.fc3 is None else swiglu(self.fc1(u), self.fc3(u))
         y = self.fc2(hidden)

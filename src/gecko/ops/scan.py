@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gecko.ops.backends.dispatch import FirstOrder
 from gecko.ops.common import padded
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments
@@ -162,7 +162,7 @@ class _Transposed(torch.autograd.Function):
         return grad.t().contiguous()
 
 
-class _Moved(torch.autograd.Function):
+class _Moved(FirstOrder):
     """Copy rows (tokens, features) to slots, or back. The backward pass is the opposite copy, without sums."""
 
     @staticmethod
@@ -171,13 +171,12 @@ class _Moved(torch.autograd.Function):
         return slots.filled(x) if to_slots else x.index_select(0, slots.slot_of_token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         slots = ctx.slots
         return grad.index_select(0, slots.slot_of_token) if ctx.to_slots else slots.filled(grad), None, None
 
 
-class ChunkStates(torch.autograd.Function):
+class ChunkStates(FirstOrder):
     """Compute the state at the start of every scan chunk, h_{j+1} = decay · h_j + update_j along a document.
 
     updates: (features, chunks, modes), real or complex, as the result; decay: (features, modes), over a whole chunk;
@@ -197,7 +196,6 @@ class ChunkStates(torch.autograd.Function):
         return states
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         states, decay = ctx.saved_tensors
         total = grad.clone(memory_format=torch.contiguous_format)

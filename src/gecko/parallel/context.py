@@ -22,11 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.inference.pieces import piece_length, pieces
 from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
+from gecko.ops.backends.dispatch import FirstOrder
 from gecko.runtime.tensors import to_device
 from gecko.segments import Clock, ContextExchange, Pending, Segments
 from gecko.state import GeckoState
@@ -125,7 +125,7 @@ class Transfer:
         return arrived
 
 
-class _Start(torch.autograd.Function):
+class _Start(FirstOrder):
     @staticmethod
     def forward(ctx: Any, transfer: Transfer, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
@@ -138,12 +138,11 @@ class _Start(torch.autograd.Function):
         return tuple(arriving)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(x.sum(0) for x in ctx.transfer.finish())
 
 
-class _Wait(torch.autograd.Function):
+class _Wait(FirstOrder):
     @staticmethod
     def forward(ctx: Any, transfer: Transfer, *arriving: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
@@ -153,7 +152,6 @@ class _Wait(torch.autograd.Function):
         return tuple(x.view_as(x) for x in arriving)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         arriving = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in grads]
         ctx.transfer.post([x.contiguous() for x in grads], arriving, back=True)
@@ -327,7 +325,7 @@ class ContextGroup:
         return torch.stack(found).cpu()
 
 
-class _GroupMean(torch.autograd.Function):
+class _GroupMean(FirstOrder):
     @staticmethod
     def forward(ctx: Any, local: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
         sums = torch.stack([local.double() * count, count.double()])
@@ -337,7 +335,6 @@ class _GroupMean(torch.autograd.Function):
         return (sums[0] / total).to(local.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.share, None, None
 

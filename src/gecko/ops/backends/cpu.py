@@ -35,21 +35,13 @@ from gecko.ops.backends.cpu_library import Name, built, sources
 from gecko.ops.backends.dispatch import (
     CPU_KERNEL_WIDTH,
     PLAIN,
+    FirstOrder,
     cpu_kernels_run_on,
     is_plain_float32,
     products_are_rounded,
 )
 from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
-
-
-def refuse_second_derivatives(name: str = "C kernels") -> None:
-    """Raise RuntimeError if the result of a kernel's backward pass would itself be differentiated.
-
-    ``once_differentiable`` alone does not see a path around the operator and would silently omit its share.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{name} have first derivatives only; got create_graph=True.")
 
 
 def library(name: Name = "operators") -> ctypes.CDLL | None:
@@ -164,8 +156,18 @@ def parts(steps: int, least: int) -> int:
     return min(64, -(-steps // least))
 
 
-class CFunction(torch.autograd.Function):
-    """An operator in C. Its ``forward`` saves by ``save`` what its ``backward`` reads by ``saved``."""
+class CFunction(FirstOrder):
+    """An operator in C. Its ``forward`` saves by ``save`` what its ``backward`` reads by ``saved``; that receives
+    gradients as C reads them."""
+
+    def __init_subclass__(cls) -> None:
+        backward = cls.backward
+
+        def laid_out(ctx: Any, *grads: Tensor | None) -> Any:
+            return backward(ctx, *(x if x is None else x.resolve_neg().contiguous() for x in grads))
+
+        cls.backward = staticmethod(laid_out)  # type: ignore[method-assign]
+        super().__init_subclass__()
 
     @classmethod
     def run(cls, *arguments: Any) -> Any:

@@ -195,6 +195,26 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
+class FirstOrder(torch.autograd.Function):
+    """Function whose ``backward`` computes first derivatives only, and raises RuntimeError for others.
+
+    ``once_differentiable`` would not: it does not see a path around the function and silently omits its share.
+    """
+
+    def __init_subclass__(cls) -> None:
+        backward = cls.backward
+
+        def checked(ctx: Any, *grads: Tensor | None) -> Any:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{cls.__name__} has first derivatives only; got create_graph=True. "
+                    "Try differences of gradients in place of second derivatives."
+                )
+            return backward(ctx, *grads)
+
+        cls.backward = staticmethod(checked)  # type: ignore[method-assign]
+
+
 def blocks(total: int, size: int) -> int:
     """Return the number of blocks of ``size`` that cover ``total``."""
     return -(-total // size)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import CFunction, call, save, saved
 from gecko.ops.backends.dispatch import choose_backend
@@ -56,7 +55,7 @@ def cema(
         # A call of one token is always "eager" here.
         fits_triton, fits_cpu = length >= FEWEST and modes <= MOST_MODES, length > 1 and modes <= MOST_CPU_MODES
         backend = choose_backend(x, *floats, skip, triton=fits_triton, cpu=fits_cpu)
-        padded = segments.ends is not None and backend != "cpu"
+        padded = segments.ends is not None and (backend != "cpu" or torch.is_grad_enabled())
         if backend == "triton" and not padded:
             from gecko.ops.cema.triton import cema_triton
 
@@ -69,9 +68,8 @@ def cema(
             check_shape("coefficients' decay", factor, (channels, modes, 2))
             check_shape("coefficients.output", coefficients.output, (channels, modes, 2))
             omega = x.new_zeros(channels) if skip is None else skip
-            ends = None if torch.is_grad_enabled() else segments.ends
-            given = coefficients.input, factor, coefficients.output, omega, state, segments.start_flags, ends
-            return CEMACPU.run(x, *given)
+            given = coefficients.input, factor, coefficients.output, omega, state
+            return CEMACPU.run(x, *given, segments.start_flags, segments.ends)
         if length > 1:
             y, state = cema_chunked(x.to(dtype), coefficients, state, segments, skip)
             return y.to(x.dtype), state
@@ -156,14 +154,13 @@ class CEMACPU(CFunction):
         return y, final
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         x, p, q, gamma, skip, starts, kept = saved(ctx)
         groups = min(len(x), _GROUPS)
         grad_x, grad_state = torch.empty_like(x), x.new_empty(len(x), *q.shape)
         sums = [t.new_empty(groups, *t.shape) for t in (p, q, gamma, skip)]
         call(
-            "cema_backward", x, p, q, gamma, skip, starts, kept, grad.contiguous(), grad_final.contiguous(),
-            grad_x, *sums, grad_state, groups, *x.shape, p.shape[1],
+            "cema_backward", x, p, q, gamma, skip, starts, kept, grad, grad_final, grad_x, *sums,
+            grad_state, groups, *x.shape, p.shape[1],
         )  # fmt: skip
         return grad_x, *(t.sum(0) for t in sums), grad_state, None, None

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.backends.dispatch import FirstOrder, choose_backend
 from gecko.ops.common import compute_dtype, full_precision
 from gecko.ops.scan import ChunkStates, ScanPlan
 from gecko.segments import Segments
@@ -115,7 +114,7 @@ def _reversed(x: Tensor) -> Tensor:
     return x.index_select(1, torch.arange(x.shape[1] - 1, -1, -1, device=x.device))
 
 
-class _TablesFunction(torch.autograd.Function):
+class _TablesFunction(FirstOrder):
     """Compute the tables from p (D, N) real, q and γ (D, N) complex, and powers q^0 … q^C, (D, C + 1, N)."""
 
     @staticmethod
@@ -129,7 +128,6 @@ class _TablesFunction(torch.autograd.Function):
         return response, _pairs(_reversed(driven)), _pairs(from_state), powers[:, chunk].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_response: Tensor, grad_into: Tensor, grad_from: Tensor, grad_decay: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -206,7 +204,7 @@ def _final_state(
     return torch.view_as_real(carried) + added
 
 
-class _Toeplitz(torch.autograd.Function):
+class _Toeplitz(FirstOrder):
     """Expand (D, C) to transposed Toeplitz matrices (D, C, C): M[s, t] = k[t − s] for t ≥ s, else 0."""
 
     @staticmethod
@@ -218,7 +216,6 @@ class _Toeplitz(torch.autograd.Function):
         return padded.index_select(1, torch.where(lag >= 0, lag, chunk).flatten()).view(channels, chunk, chunk)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         channels, chunk, _ = grad.shape
         # Reading the padded rows with a length of one more shifts row s by s, so that each lag becomes a column.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.config import Attention
+from gecko.ops.backends.dispatch import FirstOrder
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.rotary import rotary_frequencies, rotary_phases, rotate
 from gecko.runtime.private import softmax_gradient
@@ -230,7 +230,7 @@ _SCRATCH = 2**18
 """Scores in memory at a time, per thread: they fit in a core's cache."""
 
 
-class _WindowAttention(torch.autograd.Function):
+class _WindowAttention(FirstOrder):
     """Compute softmax(q kᵀ + bias) v for the blocks of all heads and rows, in one list.
 
     q: (blocks, c, d); k: (blocks, w, d); v: (blocks · c, e), of which block i sees w rows starting at i · c;
@@ -258,7 +258,6 @@ class _WindowAttention(torch.autograd.Function):
         return next(taken), next(taken).squeeze(-1) if summed else None
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, table, entry = ctx.saved_tensors
         grad = _laid(grad, ctx.place, q)

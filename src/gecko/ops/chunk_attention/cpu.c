@@ -133,7 +133,7 @@ static block block_of(const problem *a, int64_t list, int64_t chunk, int64_t beg
         b.last[i / LANES][i % LANES] = a->chunk + begin + least(i, b.count - 1);
         b.low = least(b.low, seen);
     }
-    b.low -= b.low % 2;  // start of a pair
+    if (a->pairs) b.low -= b.low % 2;  // start of a pair
     return b;
 }
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import CFunction, call, save, saved
 from gecko.ops.backends.dispatch import CPU_KERNEL_WIDTH
@@ -111,12 +110,10 @@ class ChunkAttentionCPU(CFunction):
         return out, log_sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, turns, first, log_sums = saved(ctx)
         q, k, v, k_before, v_before = inputs
-        grad = q.new_zeros(*q.shape[:3], v.shape[-1]) if grad is None else grad.contiguous()
-        further = None if grad_log_sums is None else grad_log_sums.contiguous()
+        grad = q.new_zeros(*q.shape[:3], v.shape[-1]) if grad is None else grad
         sizes = _sizes(q, v, ctx.pattern)
         ranges = -(-q.shape[2] // (ctx.pattern.chunk_size * sizes[-1]))
         # Each head of queries has gradients of keys and values; those of shared heads are added.
@@ -124,7 +121,7 @@ class ChunkAttentionCPU(CFunction):
         borders = [x.new_empty(*q.shape[:2], ranges, *x.shape[2:]) for x in (k_before, v_before)]
         grad_q = torch.empty_like(q)
         call(
-            "chunk_attention_backward", *inputs, turns, first, log_sums, grad, further, grad_q, *shared, *borders,
+            "chunk_attention_backward", *inputs, turns, first, log_sums, grad, grad_log_sums, grad_q, *shared, *borders,
             *sizes, int(ctx.rounded),
         )  # fmt: skip
         heads = k.shape[1]

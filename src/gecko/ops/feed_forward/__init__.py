@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import CFunction, call, packed_weights_run_on, refuse_second_derivatives, save, saved
+from gecko.ops.backends.cpu import CFunction, call, packed_weights_run_on, save, saved
 from gecko.ops.backends.dispatch import choose_backend, products_are_rounded
 from gecko.ops.common import check_shape
 from gecko.ops.projections import projections
@@ -70,11 +69,10 @@ class SwiGLUCPU(CFunction):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, b = saved(ctx)
         grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
-        call("swiglu_backward", grad.contiguous(), a, b, grad_a, grad_b, a.numel())
+        call("swiglu_backward", grad, a, b, grad_a, grad_b, a.numel())
         return grad_a, grad_b
 
 
@@ -90,11 +88,10 @@ class FeedForwardCPU(CFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
         x, gate, up, down, a, b = saved(ctx)
         hidden, inputs = gate.shape
         trained = any(ctx.needs_input_grad[2:5])
         grads = [torch.empty_like(x), *(torch.empty_like(t) if trained else None for t in (gate, up, down))]
-        grad, sizes = grad.contiguous(), (int(ctx.rounded), x.numel() // inputs, inputs, hidden)
+        sizes = int(ctx.rounded), x.numel() // inputs, inputs, hidden
         call("feed_forward_backward", grad, x, gate, up, down, a, b, *grads, *sizes)
         return None, *grads, grad

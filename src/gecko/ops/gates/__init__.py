@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import CFunction, call, save, saved
-from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.backends.dispatch import FirstOrder, choose_backend
 from gecko.ops.common import check_shape, empty_contiguous, slices
 
 __all__ = ["gated", "gated_reference", "silu_by_head", "silu_by_head_reference"]
@@ -79,7 +78,7 @@ def gated_reference(attended: Tensor, gate: Tensor, recalled: Tensor | None) -> 
 _silu, _silu_backward = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input
 
 
-class SiLUByHead(torch.autograd.Function):
+class SiLUByHead(FirstOrder):
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: int) -> Tensor:
         ctx.save_for_backward(x)
@@ -88,7 +87,6 @@ class SiLUByHead(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         grad_x, heads = empty_contiguous(x), grad.shape[1]
@@ -96,7 +94,7 @@ class SiLUByHead(torch.autograd.Function):
         return grad_x, None
 
 
-class Gated(torch.autograd.Function):
+class Gated(FirstOrder):
     @staticmethod
     def forward(ctx: Any, attended: Tensor, gate: Tensor, recalled: Tensor | None) -> Tensor:
         ctx.save_for_backward(attended, gate)
@@ -113,7 +111,6 @@ class Gated(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         attended, gate = ctx.saved_tensors
         batch, heads, length, _ = attended.shape
@@ -140,11 +137,10 @@ class SiLUByHeadCPU(CFunction):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = saved(ctx)
         grad_x = torch.empty_like(x)
-        call("gates_silu_backward", grad.contiguous(), x, grad_x, *grad.shape)
+        call("gates_silu_backward", grad, x, grad_x, *grad.shape)
         return grad_x, None
 
 
@@ -157,11 +153,10 @@ class GatedCPU(CFunction):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         attended, gate = saved(ctx)
         into_attended, into_gate = torch.empty_like(attended), torch.empty_like(gate)
         into_recalled = torch.empty_like(attended) if ctx.needs_input_grad[2] else None
         into = into_attended, into_gate, into_recalled
-        call("gates_gated_backward", grad.contiguous(), attended, gate, *into, *attended.shape)
+        call("gates_gated_backward", grad, attended, gate, *into, *attended.shape)
         return into

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call, linear, packed_weights_run_on, refuse_second_derivatives, save, saved
-from gecko.ops.backends.dispatch import choose_backend, on_gpu, products_are_rounded
+from gecko.ops.backends.cpu import CFunction, call, linear, packed_weights_run_on, save, saved
+from gecko.ops.backends.dispatch import FirstOrder, choose_backend, on_gpu, products_are_rounded
 from gecko.ops.common import check_shape, compute_dtype, linear_dtype
 
 IGNORED = -100
@@ -36,13 +35,17 @@ GPU_BLOCK_ELEMENTS = 2**27
 for the pass that adds up the weight gradient after each block to be negligible."""
 
 
-class _MeanCrossEntropy(torch.autograd.Function):
-    """Mean loss. The forward pass computes the gradients from the logits of each block; backward only scales them."""
+class _MeanCrossEntropy(FirstOrder):
+    """Mean loss. The forward pass computes the gradients from the logits of each block; backward only scales them.
+
+    With count = share · 2ⁿ, the forward pass divides by ``share`` in [½, 1): float16 has no gradients of 1 / count.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, z_loss: float) -> Tensor:
         count = (targets != IGNORED).sum().clamp(min=1)
         total = torch.zeros((), dtype=compute_dtype(hidden), device=hidden.device)
+        share = torch.frexp(count.to(total.dtype)).mantissa
         ctx.dtypes = hidden.dtype, weight.dtype
         given = dtype if on_gpu(hidden) else hidden.dtype
         read, projection = hidden.to(dtype), weight.to(dtype)
@@ -52,21 +55,21 @@ class _MeanCrossEntropy(torch.autograd.Function):
         for block in _blocks(hidden, weight.shape[0]):
             logits = _product(hidden[block], weight)
             if z_loss:
-                losses, grad = _with_z_loss(logits, targets[block], count, dtype, z_loss)
+                losses, grad = _with_z_loss(logits, targets[block], share, dtype, z_loss)
             else:
-                losses, grad = _losses_and_gradient(logits, targets[block], count, dtype)
+                losses, grad = _losses_and_gradient(logits, targets[block], share, dtype)
             total += losses
             if grad_hidden is not None:
                 grad_hidden[block] = linear(grad, projection.t())
             if grad_weight is not None:
                 _product(grad.t(), read[block].t(), onto=grad_weight)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight, share / count)
         return total / count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, factor = ctx.saved_tensors
+        grad = grad * factor
         by_hidden = None if grad_hidden is None else (grad_hidden * grad.to(grad_hidden.dtype)).to(ctx.dtypes[0])
         by_weight = None if grad_weight is None else (grad_weight * grad).to(ctx.dtypes[1])
         return by_hidden, by_weight, None, None, None
@@ -192,7 +195,7 @@ def _check_ids(targets: Tensor, vocabulary: int) -> None:
         raise IndexError(f"targets must be ids in 0..{vocabulary - 1}, or {IGNORED}; got {int(targets[wrong][0])}.")
 
 
-class MeanCrossEntropyCPU(torch.autograd.Function):
+class MeanCrossEntropyCPU(CFunction):
     """``_MeanCrossEntropy`` in float32 for few weights. The logits stay in a core's cache."""
 
     @staticmethod
@@ -207,7 +210,6 @@ class MeanCrossEntropyCPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
         of_hidden, of_weight = (None if of is None else of * grad for of in saved(ctx))
         return None, of_hidden, of_weight, None
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
-from gecko.ops.backends.dispatch import Backend, choose_backend
+from gecko.ops.backends.dispatch import Backend, FirstOrder, choose_backend
 from gecko.ops.common import check_affine, check_shape, compute_dtype
 
 
@@ -56,7 +55,7 @@ def rms_normalise_grad(grad: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
     return torch.addcmul(grad, y, along, value=-1).mul_(rstd)
 
 
-class _RMSNormalise(torch.autograd.Function):
+class _RMSNormalise(FirstOrder):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
         y, rstd = rms_normalise(x, eps)
@@ -64,7 +63,6 @@ class _RMSNormalise(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return rms_normalise_grad(grad, *ctx.saved_tensors), None
 
@@ -147,13 +145,12 @@ class GroupNormCPU(CFunction):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, kept = saved(ctx)
         features, (steps, groups) = x.shape[-1], kept.shape[1:]
         grad_x, affine = torch.empty_like(x), x.new_empty(2, parts(steps, 16), features)
         sizes = affine.shape[1], steps, groups, features // groups
-        call("norms_backward", x, weight, kept, grad.contiguous(), grad_x, *affine, ctx.centered, *sizes)
+        call("norms_backward", x, weight, kept, grad, grad_x, *affine, ctx.centered, *sizes)
         by_weight, by_bias = affine.sum(1).unbind()
         return grad_x, None if weight is None else by_weight, None if bias is None else by_bias, None, None, None
 

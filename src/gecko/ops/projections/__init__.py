@@ -14,16 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.backends.cpu import (
-    CFunction,
-    call,
-    linear,
-    packed_weights_run_on,
-    refuse_second_derivatives,
-    save,
-    saved,
-)
-from gecko.ops.backends.dispatch import gpu_functions_run_on, products_are_rounded
+from gecko.ops.backends.cpu import CFunction, call, linear, packed_weights_run_on, save, saved
+from gecko.ops.backends.dispatch import FirstOrder, gpu_functions_run_on, products_are_rounded
 from gecko.ops.common import check_shape, float32_product, from_linear, full_precision, linear_dtype
 
 
@@ -79,15 +71,13 @@ class ProjectionsCPU(CFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
         x, *weights = saved(ctx)
-        given = [None if grad is None else grad.contiguous() for grad in grads]
         _, needed, needs_onto, *layers = ctx.needs_input_grad
-        grad_x = weights[0].new_empty(ctx.shape) if needed and any(grad is not None for grad in given) else None
+        grad_x = weights[0].new_empty(ctx.shape) if needed and any(grad is not None for grad in grads) else None
         of_weights: list[Tensor | None] = []
         of_biases: list[Tensor | None] = []
         adds = False
-        for grad, weight, needs_weight, needs_bias in zip(given, weights, *_divided(tuple(layers)), strict=True):
+        for grad, weight, needs_weight, needs_bias in zip(grads, weights, *_divided(tuple(layers)), strict=True):
             outputs, inputs = weight.shape
             of_weights.append(torch.empty_like(weight) if needs_weight and grad is not None else None)
             of_biases.append(weight.new_empty(outputs) if needs_bias and grad is not None else None)
@@ -95,10 +85,10 @@ class ProjectionsCPU(CFunction):
                 sizes = int(adds), int(ctx.rounded), grad.numel() // outputs, inputs, outputs
                 call("projections_backward", grad, x, weight, grad_x, of_weights[-1], of_biases[-1], *sizes)
                 adds = True
-        return None, grad_x, given[-1] if needs_onto else None, *of_weights, *of_biases
+        return None, grad_x, grads[-1] if needs_onto else None, *of_weights, *of_biases
 
 
-class ProjectionsGPU(torch.autograd.Function):
+class ProjectionsGPU(FirstOrder):
     """``dtype`` is that of autocast; without it tensors are taken as they are. Arguments after x are all weights, then
     all biases."""
 
@@ -126,7 +116,6 @@ class ProjectionsGPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives("projections on a GPU")
         x, *weights = ctx.saved_tensors
         dtype_x, *dtypes = ctx.dtypes
         count, needed = len(weights), ctx.needs_input_grad[2:]

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
-from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.backends.dispatch import FirstOrder, choose_backend
 from gecko.ops.common import check_shape, compute_dtype, slices
 from gecko.ops.norms import group_rms_norm, rms_normalise, rms_normalise_grad
 
@@ -60,7 +59,7 @@ def qk_scale_shift(z: Tensor, scale: Tensor, offset: Tensor, heads: int, eps: fl
     return tuple(row.to(z.dtype) for row in rows)
 
 
-class QKScaleShift(torch.autograd.Function):
+class QKScaleShift(FirstOrder):
     """``qk_scale_shift`` for tensors of one dtype, float32 or wider. Returns the rows as one tensor."""
 
     @staticmethod
@@ -73,7 +72,6 @@ class QKScaleShift(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         normal, rstd, scale = ctx.saved_tensors
         batch, length, heads, size = normal.shape
@@ -111,15 +109,13 @@ class QKScaleShiftCPU(CFunction):
         return rows
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         z, scale = saved(ctx)
-        given = tuple(None if grad is None else grad.contiguous() for grad in grads)
         batch, length, features = z.shape
         groups = parts(batch * length, 64)  # of whole tiles in cpu.c
         grad_z, sums = torch.empty_like(z), z.new_zeros(2, groups, *scale.shape)
         call(
-            "qk_scale_shift_backward", z, scale, given, grad_z, *sums,
+            "qk_scale_shift_backward", z, scale, grads, grad_z, *sums,
             ctx.eps, groups, len(scale), batch, length, ctx.heads, features // ctx.heads,
         )  # fmt: skip
         return grad_z, *sums.sum(1), None, None

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
 from gecko.ops.backends.dispatch import choose_backend
@@ -59,7 +58,7 @@ def timestep_norm(
         state = segments.initial(("timestep norm", *given), lambda: TimestepNormState.empty(*given))
     check_shape("state.mean", state.mean, (batch, groups))
     backend = choose_backend(x, weight, bias, state.mean, state.variance, cpu=length > 1)
-    if segments.ends is not None and backend != "cpu":
+    if segments.ends is not None and (backend != "cpu" or torch.is_grad_enabled()):
         form = partial(timestep_norm, weight=weight, bias=bias, statistics=statistics, dtype=wanted)
         return run_by_length(form, (x,), state, segments)
     match backend:
@@ -106,16 +105,14 @@ class TimestepNormCPU(CFunction):
         return y, final_count, final_mean, final_variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, starts, betas, factors, kept = saved(ctx)
         (batch, length, features), groups = x.shape, mean.shape[1]
         grad_x, grad_mean, grad_variance = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
         room, affine = x.new_empty(3, batch, length, groups), x.new_empty(2, parts(batch * length, 16), features)
         call(
-            "timestep_norm_backward", x, weight, mean, starts, betas, factors, kept, room, grad.contiguous(),
-            *(g.contiguous() for g in grads), grad_x, *affine, grad_mean, grad_variance, affine.shape[1], batch,
-            length, groups, features // groups,
+            "timestep_norm_backward", x, weight, mean, starts, betas, factors, kept, room, grad, *grads, grad_x,
+            *affine, grad_mean, grad_variance, affine.shape[1], batch, length, groups, features // groups,
         )  # fmt: skip
         grad_weight, grad_bias = (None, None) if weight is None else affine.sum(1).unbind()
         return grad_x, grad_weight, grad_bias, grad_mean, grad_variance, None, None, None, None, None

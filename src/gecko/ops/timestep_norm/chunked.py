@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gecko.ops.backends.dispatch import FirstOrder
 from gecko.ops.scan import ScanPlan, decayed_sum
 from gecko.runtime.tensors import TensorRecord, to_device
 from gecko.segments import Segments
@@ -96,7 +96,7 @@ def standardise(
     return _Standardise.apply(x, mean, torch.rsqrt(variance + eps), scale, shift)
 
 
-class _Standardise(torch.autograd.Function):
+class _Standardise(FirstOrder):
     """(x − mean) · rstd · scale + shift, in fewer passes over x than its parts take; x alone is kept."""
 
     @staticmethod
@@ -105,7 +105,6 @@ class _Standardise(torch.autograd.Function):
         return torch.addcmul(shift, _normal(x, mean, rstd), scale)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         x, mean, rstd, scale = ctx.saved_tensors
         groups = mean.shape[-1]
@@ -124,7 +123,7 @@ def _normal(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     return (x.unflatten(-1, (groups, -1)) - mean.unsqueeze(-1)).mul_(rstd.unsqueeze(-1)).flatten(-2)
 
 
-class _GroupMoments(torch.autograd.Function):
+class _GroupMoments(FirstOrder):
     """Mean and biased variance over the features of each group, (B, T, D) to (B, T, G) each."""
 
     @staticmethod
@@ -136,7 +135,6 @@ class _GroupMoments(torch.autograd.Function):
         return mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, grad_variance: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         grouped = x.unflatten(-1, (mean.shape[-1], -1))
@@ -182,7 +180,7 @@ def timestep_norm_step(
     corrected = running / -torch.expm1(count.view(-1, 1, 1) * log_beta).to(running.dtype)
     mean, variance = corrected.unsqueeze(-1).unbind(1)
     y = ((grouped - mean) * torch.rsqrt(variance + eps)).flatten(1).unsqueeze(1)
-    y = y if weight is None else y * (1 + weight)
+    y = y if weight is None else y * (1 + weight.to(y.dtype))
     return y if bias is None else y + bias, type(state)(count, running_mean, running_variance)
 
 

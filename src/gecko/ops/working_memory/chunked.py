@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gecko.ops.backends.dispatch import FirstOrder
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.working_memory.rules import (
     ChunkSummary,
@@ -95,7 +95,7 @@ class Grid:
         return x[:, :, self.phase : x.shape[2] - self.empty]
 
 
-class AffineChain(torch.autograd.Function):
+class AffineChain(FirstOrder):
     """Compute M_{i+1} = A_i M_i + B_i from M_0 = ``initial``, one map at a time on a contiguous tensor in cache.
 
     a: (B, H, n, key, key); b: (B, H, n, key, value); initial: (B, H, key, value). Returns M_0 … M_{n−1}, (B, H, n, key,
@@ -114,7 +114,6 @@ class AffineChain(torch.autograd.Function):
         return memories, memory.view(initial.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, memories = ctx.saved_tensors
         grad_b = torch.empty_like(memories)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gecko.ops.backends.cpu import call, save, saved
+from gecko.ops.backends.cpu import CFunction, call, save, saved
 from gecko.ops.working_memory.chunked import Grid
 from gecko.ops.working_memory.rules import ChunkSummary, Entered, Rule, WorkingMemoryState, empty_summary, with_identity
 from gecko.segments import Segments
@@ -91,7 +90,7 @@ class Spans:
         return *k.shape, v.shape[-1], self.chunk_size, self.phase, self.chunks
 
 
-class WorkingMemoryCPU(torch.autograd.Function):
+class WorkingMemoryCPU(CFunction):
     """Return the outputs, the memory and the normaliser after the call, and the summary of the last complete chunk.
 
     If the call ends within a chunk or is padded, the summary of the chunk in which each row ends follows. Without q,
@@ -129,7 +128,6 @@ class WorkingMemoryCPU(torch.autograd.Function):
         return out, *after, *(_at(x, slot) for slot in range(spans.steps, chunks + 1) for x in sums)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *grads_after: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, resets, memories, rho, share, *sums = saved(ctx)
         sums, earlier, spans = sums[:3], sums[3:], ctx.spans
@@ -144,7 +142,7 @@ class WorkingMemoryCPU(torch.autograd.Function):
         if q is None:
             grads[2].zero_()
         else:
-            grad = torch.zeros_like(v) if grad is None else grad.contiguous()
+            grad = torch.zeros_like(v) if grad is None else grad
             call("working_memory_read_backward", q, memories, grad, spans.allowed, grad_q, grads[2], *sizes)
         before = torch.empty_like(memories[:, :, 0]), torch.empty_like(rho[:, :, 0])
         call(
@@ -166,7 +164,7 @@ def _at(slots: Tensor, index: int) -> Tensor:
 def _whole(grads: tuple[Tensor | None, ...], sums: list[Tensor]) -> list[Tensor]:
     """Return the gradients of the memory, the normaliser and the returned summaries, with zeros for missing ones."""
     like = (sums[2], sums[0], *sums, *sums)
-    return [torch.zeros_like(x[:, :, 0]) if g is None else g.contiguous() for g, x in zip(grads, like, strict=False)]
+    return [torch.zeros_like(x[:, :, 0]) if g is None else g for g, x in zip(grads, like, strict=False)]
 
 
 def _of_earlier(earlier: list[Tensor], sums: list[Tensor], grads: list[Tensor], live: int) -> list[Tensor | None]:
