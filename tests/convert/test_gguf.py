@@ -142,6 +142,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"llama.feed_forward_length": [27, 27]}, {}, "intermediate_size must be a whole number"),
     ({"llama.attention.head_count": None}, {}, "the field 'attention.head_count' is missing"),
     ({"llama.attention.head_count": 0}, {}, "must hold a model that a Gecko block can compute"),
+    ({"llama.attention.layer_norm_rms_epsilon": None}, {}, "the field 'attention.layer_norm_rms_epsilon' is missing"),
+    ({"tokenizer.ggml.tokens": ["a"] * 38}, {}, "must hold a row for each of the tokenizer's 38 tokens; got 37"),
     ({"split.count": 2}, {}, "must hold a whole model"),
     ({}, {"token_embd.weight": None}, "the field 'token_embd.weight' is missing"),
     ({}, {"blk.0.ffn_up.weight": None}, "feed_forward.fc3.weight must be"),

@@ -42,6 +42,17 @@ def test_scores_are_as_alone(classifier, rows, masked):
             torch.testing.assert_close(found[row : row + 1], expected, rtol=0, atol=1e-11)
 
 
+def test_texts_that_go_on_from_a_cache_are_scored_without_their_padding(classifier):
+    ids = tokens(2, 9)
+    ids[1, 6:] = PADDING
+    with torch.no_grad():
+        expected = classifier(ids).logits
+        cache = classifier(ids[:, :4], use_cache=True).past_key_values
+        torch.testing.assert_close(classifier(ids[:, 4:], past_key_values=cache).logits, expected)
+    with pytest.raises(ValueError, match="several texts need an attention_mask"):
+        classifier(inputs_embeds=classifier.get_input_embeddings()(tokens(2, 9)))
+
+
 def test_embeddings_are_scored_as_their_tokens(classifier):
     ids, mask = tokens(2, 9), torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
     embeds = classifier.get_input_embeddings()(ids)

@@ -121,6 +121,11 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant, text_folder, monk
         gradients.append(theirs.model.gecko.embedding.weight.grad)
         counts.append(len(runs))
     assert torch.equal(*gradients) and counts == [2, 4]
+    if reentrant:  # it would lose the gradients of a state, which a later call reads
+        with pytest.raises(ValueError, match="loses the gradients of a state"):
+            theirs(tokens(2, 30), use_cache=True)
+    else:
+        assert theirs(tokens(2, 30), use_cache=True).past_key_values is not None
     theirs.gradient_checkpointing_disable()
     assert not theirs.is_gradient_checkpointing
 
@@ -163,6 +168,23 @@ def test_a_vocabulary_of_another_size_is_drawn_if_the_caller_wants_it(text_folde
         AutoModelForCausalLM.from_pretrained(text_folder, config=config)
 
 
+@pytest.mark.parametrize("lost", ["embedding.weight", "blocks.1.mixer.to_value.bias"])
+def test_a_state_dict_that_lacks_parameters_is_refused_before_anything_is_written(lost, pair, tmp_path):
+    theirs = pair()[1]
+    weights = {name: x for name, x in theirs.state_dict().items() if name != f"model.gecko.{lost}"}
+    with pytest.raises(ValueError, match=f"missing or unknown: model.gecko.{lost}"):
+        theirs.save_pretrained(tmp_path, state_dict=weights)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_names_of_one_field_may_not_differ():
+    for theirs, ours in GeckoConfig.attribute_map.items():
+        fields = GeckoConfig().to_dict()
+        GeckoConfig(**fields)
+        with pytest.raises(ValueError, match=f"{theirs} and {ours} are names of one field; got 6 and "):
+            GeckoConfig(**{**fields, theirs: 6})
+
+
 @pytest.mark.parametrize("arguments", [{"push_to_hub": True}, {"safe_serialization": False}, {"variant": "fp16"}])
 def test_other_ways_to_save_are_refused(arguments, pair, tmp_path):
     with pytest.raises(ValueError, match="saved as safetensors files"):
@@ -185,6 +207,31 @@ def test_weights_in_several_files(pair, tmp_path):
         assert again.model.gecko.fingerprint() == ours.fingerprint()
 
 
+@pytest.mark.parametrize(("most", "written"), [(None, 0), (None, 1), ("20KB", 0), ("20KB", 2)])
+def test_a_save_that_fails_leaves_the_model_that_was_there(most, written, pair, tmp_path, monkeypatch):
+    """The disk is full after some files. The other model has the same config, so that its files would fit."""
+    GeckoForCausalLM(GeckoConfig.of(pair()[0].config)).save_pretrained(tmp_path, max_shard_size=most)
+    before, files = {path: path.read_bytes() for path in tmp_path.iterdir()}, []
+
+    def full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        files.append(path)
+        if len(files) > written:
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr("gecko.io.model_folder.save_file", full)
+    monkeypatch.setattr(gecko.GeckoConfig, "save", lambda self, path: full({}, path, {}))
+    with pytest.raises(OSError, match=r"^\[Errno 28\] could not write [^ ]* \(No space left on device\); "):
+        pair()[1].save_pretrained(tmp_path, max_shard_size=most)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def file_of_other_weights(folder: Path) -> None:
+    torch.manual_seed(9)
+    GeckoForCausalLM(GeckoConfig.of(cases.SMALL)).save_pretrained(folder / "other", max_shard_size="32KB")
+    (folder / FILE.format(2)).write_bytes((folder / "other" / FILE.format(2)).read_bytes())
+
+
 def file_of_another_model(folder: Path) -> None:
     wider = dataclasses.replace(cases.SMALL, cema_modes=cases.SMALL.cema_modes + 1)
     GeckoForCausalLM(GeckoConfig.of(wider)).save_pretrained(folder / "other", max_shard_size="32KB")
@@ -201,6 +248,7 @@ def shorter_index(folder: Path) -> None:
 FILE, INDEX = "model-{:05d}-of-00003.safetensors", "model.safetensors.index.json"
 DAMAGES = {
     lambda folder: flip(folder / FILE.format(2)): "is damaged",
+    file_of_other_weights: "of one model",
     file_of_another_model: "of one model|must hold the weights that",
     shorter_index: "must hold the weights that",
     lambda folder: (folder / FILE.format(3)).unlink(): "there is none",

@@ -176,6 +176,31 @@ def test_the_states_of_beams_are_refused_for_other_sequences(pair):
         theirs.generate(longer, past_key_values=made.past_key_values, **GREEDY)
 
 
+@pytest.mark.parametrize("kept", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1], [0]], ids=str)
+def test_a_cache_must_hold_every_row_that_is_generated(kept, pair):
+    """``generate`` repeats prompts for beams and samples, and the cache holds the repeated rows."""
+    _, theirs = pair()
+    ids, cache = tokens(2, 12), GeckoCache()
+    with torch.no_grad():
+        theirs(ids[:, :9], past_key_values=cache)
+    cache.batch_select_indices(torch.tensor(kept))
+    beams = {**GREEDY, "num_beams": 2, "attention_mask": torch.ones_like(ids)}
+    if kept == [0, 0, 1, 1]:
+        assert torch.equal(theirs.generate(ids, past_key_values=cache, **beams), theirs.generate(ids, **beams))
+    else:
+        with pytest.raises(ValueError, match=r"must begin with the tokens|as many rows as are generated"):
+            theirs.generate(ids, past_key_values=cache, **beams)
+
+
+def test_a_cache_that_calls_would_not_use_is_refused(pair):
+    _, theirs = pair()
+    ids, cache = tokens(1, 9), GeckoCache()
+    with torch.no_grad():
+        theirs(ids[:, :5], past_key_values=cache)
+    with pytest.raises(ValueError, match="use_cache must not be False if a cache is given"):
+        theirs.generate(ids, past_key_values=cache, use_cache=False, **GREEDY)
+
+
 def test_a_state_goes_to_the_tokens_device_when_it_is_handed_in(pair, monkeypatch):
     """It is moved once, not at every token."""
     ours, theirs = pair()

@@ -188,6 +188,13 @@ def test_offloaded_weights_compute_the_same(way, model, tmp_path):
         there(tokens(2, 1), past_key_values=other)
 
 
+@pytest.mark.parametrize("most", [None, "20KB"])
+@pytest.mark.parametrize("way", [*DEVICES, "cpu_offload", "disk_offload"])
+def test_offloaded_weights_are_saved(way, most, model, tmp_path):
+    offloaded(way, tmp_path).save_pretrained(tmp_path / "saved", max_shard_size=most)
+    assert gecko.load(tmp_path / "saved").fingerprint() == model.model.gecko.fingerprint()
+
+
 def test_replaced_and_resized_weights_are_not_drawn_again(text_folder):
     model = AutoModelForCausalLM.from_pretrained(text_folder)
     model.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False))

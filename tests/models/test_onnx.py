@@ -9,7 +9,7 @@ from support import cases
 import gecko
 from gecko.config import PRESETS
 from gecko.io.quantization import quantize
-from gecko.models.onnx import LOGITS, NEXT, POSITION, TOKEN, export_onnx, initial_state
+from gecko.models.onnx import LOGITS, NEXT, POSITION, TOKEN, export_onnx, initial_state, save_onnx
 
 pytest.importorskip("onnxscript", reason="pip install 'gecko-lm[onnx]'")
 runtime = pytest.importorskip("onnxruntime")
@@ -59,3 +59,10 @@ def test_quantised_weights_are_refused(tmp_path):
     quantize(model, 8)
     with pytest.raises(ValueError, match="before quantisation"):
         export_onnx(model, tmp_path / "step.onnx")
+
+
+def test_wider_weights_are_refused_and_stay_as_they_are(tmp_path):
+    model = built().double()
+    with pytest.raises(ValueError, match="needs plain float32 weights"):
+        save_onnx(model, tmp_path)
+    assert model.head.weight.dtype == torch.float64 and not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import cases
 from support.cases import tokens
 
@@ -17,6 +18,7 @@ from gecko.inference.decoder import Decoder
 from gecko.io.model_folder import WEIGHTS
 from gecko.io.quantization import plain_tensors, quantize
 from gecko.models import Llama, LlamaConfig, load_any
+from gecko.models.gecko import sharing_parameters
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -203,3 +205,54 @@ def test_what_is_loaded_is_its_own_and_draws_no_random_numbers(name, dtype, tmp_
     assert all(torch.equal(got, weight) for got, weight in zip(loaded.parameters(), model.parameters(), strict=True))
     assert all(parameter.requires_grad for parameter in loaded.parameters())
     assert not any(module.training for module in loaded.modules()), "evaluation mode, as after from_pretrained"
+
+
+def decoded(model: gecko.Gecko, text: torch.Tensor) -> torch.Tensor:
+    """Return the logits after the last token, which a decoder reads."""
+    decoder = Decoder(model, 1)
+    decoder.add(model(text[:, :-1])[1], torch.zeros(model.config.vocab_size, dtype=torch.bool))
+    return decoder.step([int(text[0, -1])])[0]
+
+
+@torch.no_grad()
+def test_a_head_of_its_own_is_read_and_named_and_never_dropped_though_the_config_ties_it(tmp_path):
+    """As after PEFT has trained a copy of it."""
+    model, text = cases.model("gecko", torch.float32, tie_embedding=True), tokens(1, 20)
+    model.head = torch.nn.Linear(model.config.model_dim, model.config.vocab_size, bias=False)
+    logits, name = model(text)[0][0, -1], model.fingerprint()
+    torch.testing.assert_close(decoded(model, text), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sharing_parameters(model)(text)[0][0, -1], logits)
+    with pytest.raises(ValueError, match=r"head and embedding must be equal if tie_embedding"):
+        model.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    model.head.weight[3] += 1
+    assert model.fingerprint() != name
+    model.head.weight.copy_(model.embedding.weight)
+    model.save(tmp_path / "model")
+    assert gecko.load(tmp_path / "model").fingerprint() == model.fingerprint()
+
+
+@pytest.mark.parametrize("layer", ["head", "blocks.0.feed_forward.fc1", "blocks.1.feed_forward.fc2"])
+@torch.no_grad()
+def test_what_is_added_to_a_layer_is_in_logits_losses_and_what_is_decoded(layer):
+    """A bias where the model has none computes what a hook does that adds it."""
+    models, text = [], tokens(1, 20)
+    for hooked in (False, True):
+        model = cases.model("gecko", torch.float32)
+        module = model.get_submodule(layer)
+        added = torch.linspace(-1, 1, len(module.weight))
+        if hooked:
+            module.register_forward_hook(lambda module, inputs, output, added=added: output + added)
+        else:
+            module.bias = torch.nn.Parameter(added)
+        models.append(model)
+    biased, expected = models
+    logits = expected(text)[0][0]
+    torch.testing.assert_close(decoded(biased, text), logits[-1], rtol=1e-4, atol=1e-4)
+    for model in models:
+        torch.testing.assert_close(model(text)[0][0], logits)
+        torch.testing.assert_close(model.loss(text[:, :-1], text[:, 1:]), F.cross_entropy(logits[:-1], text[0, 1:]))
+        torch.testing.assert_close(
+            model.token_losses(text[:, :-1], text[:, 1:])[0][0],
+            F.cross_entropy(logits[:-1], text[0, 1:], reduction="none"),
+        )

@@ -100,8 +100,12 @@ def _config(fields: dict[str, Any], weights: dict[str, Tensor]) -> SourceConfig:
         if name not in known or value != wanted.get(name, value):
             must = f"be {wanted[name]}" if name in wanted else "be absent"
             raise ValueError(f"{kind}.{name} must {must}, as a Gecko block computes it; got {value!r}.")
+    rows, tokens = len(weights["token_embd.weight"]), len(fields.get("tokenizer.ggml.tokens", ()))
+    if tokens > rows:
+        raise ValueError(f"token_embd.weight must hold a row for each of the tokenizer's {tokens} tokens; got {rows}.")
     return build(SourceConfig, {
-        "model_type": kind, "vocab_size": len(weights["token_embd.weight"]), "use_sliding_window": True,
+        "model_type": kind, "vocab_size": rows, "use_sliding_window": True,
+        "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],  # other programs require it too
         "rope_divisors": weights[_DIVISORS].tolist() if _DIVISORS in weights else None,
         "tie_word_embeddings": "output.weight" not in weights,
         **{ours: own[theirs] for theirs, ours in FIELDS.items() if theirs in own},

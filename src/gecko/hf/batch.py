@@ -66,9 +66,13 @@ class GeckoCache(Cache):
                 f"input_ids must be the whole text: the {columns} columns that the cache has read, and new ones; got "
                 f"{ids.shape[1]}. To continue with new tokens alone, pass past_key_values=GeckoCache(cache.state)."
             )
-        if self.text is None or self._digest is None or len(ids) != len(self.text):
+        if self.text is None or self._digest is None:
             return
-        found = _digest(ids[:, :columns].to(self._digest.device), self.text)
+        rows = ids[:, :columns].repeat_interleave(max(1, len(self.text) // len(ids)), dim=0)  # as generate repeats them
+        if len(rows) != len(self.text):
+            held = f"{len(self.text)} for {len(ids)} of input_ids"
+            raise ValueError(f"the cache must hold as many rows as are generated; it holds {held}. Leave it out.")
+        found = _digest(rows.to(self._digest.device), self.text)
         if wrong := (found != self._digest).nonzero().flatten().tolist():
             raise ValueError(
                 f"input_ids must begin with the tokens that the cache has read; those of row {wrong[0]} differ. A beam "

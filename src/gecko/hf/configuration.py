@@ -15,7 +15,8 @@ class GeckoConfig(PretrainedConfig):
     """Config of a Gecko in transformers. It takes the fields of ``gecko.GeckoConfig`` and of transformers by keyword.
 
     The defaults are those of the preset ``tiny``: transformers creates a config without arguments and compares others
-    with it. The constructor of a model checks the fields by calling ``architecture``.
+    with it. The constructor of a model checks the fields by calling ``architecture``; that of a config only raises
+    ValueError if both names of one field are given and differ.
     """
 
     model_type = MODEL_TYPE
@@ -30,8 +31,10 @@ class GeckoConfig(PretrainedConfig):
 
     def __init__(self, *, use_cache: bool = True, **fields: Any) -> None:
         for theirs, ours in self.attribute_map.items():
-            if theirs in fields:
-                fields.setdefault(ours, fields.pop(theirs))
+            if theirs in fields and fields.setdefault(ours, given := fields.pop(theirs)) != given:
+                raise ValueError(
+                    f"{theirs} and {ours} are names of one field; got {given} and {fields[ours]}. Give one of them."
+                )
         for name, value in PRESETS["tiny"].to_dict().items():
             setattr(self, name, fields.pop(name, value))
         self.use_cache = use_cache

@@ -104,6 +104,11 @@ class GeckoModel(GeckoPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and cache is None:
             cache = GeckoCache()
+        if cache is not None and self.training and torch.is_grad_enabled() and _recomputes_reentrantly(self):
+            raise ValueError(
+                "reentrant checkpointing loses the gradients of a state; got a cache in training. Leave the cache out, "
+                'or call gradient_checkpointing_enable({"use_reentrant": False}).'
+            )
         wanted: Any = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden, *layers = batch.read(self.gecko, cache, every=wanted is not False)
         shown: Any = None if wanted is False else (*layers, hidden)
@@ -153,6 +158,8 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not bool((mask != 0).any(1).all()):
             raise ValueError("every prompt must have at least one token; a row of attention_mask has only padding.")
+        if generation_config.use_cache is False and model_kwargs.get(CACHE) is not None:
+            raise ValueError("use_cache must not be False if a cache is given; got both. Leave one of them out.")
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)  # type: ignore[misc]
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = GeckoCache()
@@ -228,7 +235,8 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         """Return the mean loss of the targets, or their sum over ``num_items``, with adapters and hooks of the head."""
         head, rows, flat = self.model.gecko.head, hidden.flatten(0, 1), targets.flatten()
         count = (targets != IGNORED).sum()
-        if is_bare(head) or head.weight.is_meta:  # accelerate has offloaded it, and its hook changes nothing
+        # accelerate may have offloaded it, and its hook changes nothing.
+        if (is_bare(head) or head.weight.is_meta) and head.bias is None:
             loss = linear_cross_entropy(rows, stored_weight(head, "weight").to(hidden.device), flat)
         else:
             losses = F.cross_entropy(head(rows).float(), flat, ignore_index=IGNORED, reduction="sum")
@@ -271,16 +279,18 @@ class GeckoForSequenceClassification(GeckoPreTrainedModel):
 
         Args:
             attention_mask: (B, T), 0 at padding, which may be anywhere. None: ``config.pad_token_id`` before and after
-                a text is padding.
+                the text of a call is padding.
             labels: (B,) class indices, (B,) numbers for a regression, or (B, num_labels) for several classes at once,
                 as ``config.problem_type`` says.
 
         Raises:
-            ValueError: several rows have no mask, and the config has no ``pad_token_id``; or see ``PaddedBatch``.
+            ValueError: several rows have no mask, and are embeddings, or the config has no ``pad_token_id``; or see
+                ``PaddedBatch``.
         """
         past_key_values = given_cache(past_key_values, cache)
-        if attention_mask is None and input_ids is not None and past_key_values is None:
-            attention_mask = self._mask(input_ids)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if attention_mask is None and given is not None:
+            attention_mask = self._mask(given)
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             output_hidden_states, return_dict=True, **others,
@@ -293,13 +303,13 @@ class GeckoForSequenceClassification(GeckoPreTrainedModel):
         return _as_asked(kind, return_dict, self.config, loss=loss, logits=scores, **_rest(output))
 
     def _mask(self, ids: Tensor) -> Tensor | None:
-        """Return the mask (B, T) of texts whose padding is known by its id only."""
+        """Return the mask (B, T) of texts whose padding is known by its id only; embeddings have none."""
         padding = self.config.pad_token_id
-        if padding is None:
+        if padding is None or ids.dim() > 2:
             if len(ids) > 1:
                 raise ValueError(
-                    "several texts need an attention_mask, or a pad_token_id in the config to find their padding; got "
-                    "neither. Pass the tokenizer's attention_mask, or set model.config.pad_token_id."
+                    "several texts need an attention_mask, or a pad_token_id in the config to find their padding in "
+                    "input_ids; got neither. Pass the tokenizer's attention_mask, or set model.config.pad_token_id."
                 )
             return None
         text = (ids != padding).int()
@@ -333,6 +343,11 @@ def _check_others(attentions: bool | None, positions: Tensor | None, others: dic
             f"{', '.join(given)} must come with position_ids, which mark where packed documents start; got none."
             " Try DataCollatorWithFlattening(return_position_ids=True)."
         )
+
+
+def _recomputes_reentrantly(model: GeckoModel) -> bool:
+    how = (x._gradient_checkpointing_func for x in model.gecko.blocks if x.gradient_checkpointing)
+    return any(getattr(each, "keywords", {}).get("use_reentrant") for each in how)
 
 
 def _rest(output: Any) -> dict[str, Any]:

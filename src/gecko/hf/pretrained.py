@@ -18,9 +18,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from gecko.hf.configuration import GeckoConfig
 from gecko.io.checkpoints import CHECKPOINTS, model_folder, shipped_folder
 from gecko.io.files import write_text
-from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, check_finite, write_folder
+from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, check_finite, stored_weight, write_folder
 from gecko.io.quantization import is_quantized
 from gecko.models.gecko import Gecko
+from gecko.runtime.tensors import meta_device
 
 _PARTS = ("embedding.", "blocks.", "final_norm.", "head.")
 """Prefixes of the parameter names in a ``Gecko``."""
@@ -168,7 +169,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         size. With adapters of ``add_adapter``, only the adapters are written.
 
         Raises:
-            ValueError: ``push_to_hub``, a format other than safetensors, or weights that are quantised, belong to
+            ValueError: ``push_to_hub``, a format other than safetensors, or weights that are quantised, missing, of
                 another model, or differ where the config ties them.
             OSError: writing failed; existing files are unchanged.
         """
@@ -181,6 +182,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
             return
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         self._check_weights(weights)
+        weights = {name: stored_weight(self, name) if x.is_meta else x for name, x in weights.items()}
         config: Any = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.dtype = str(self.dtype).removeprefix("torch.")
@@ -191,7 +193,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         if max_shard_size is not None:
             split = split_torch_state_dict_into_shards(kept, max_shard_size=max_shard_size).filename_to_tensors
             shards = [list(names) for _, names in sorted(split.items())] if len(split) > 1 else []
-        write_folder(folder, config.architecture(), kept, layout, shards=shards)
+        write_folder(folder, config.architecture(), weights, layout, shards=shards)
         if self._auto_class is not None:  # this class comes from remote code: copy that code
             custom_object_save(self, folder, config=config)
         elif config.auto_map:  # this class is the package's, loaded from an export
@@ -201,25 +203,19 @@ class GeckoPreTrainedModel(PreTrainedModel):
             self.generation_config.save_pretrained(folder)
 
     def _check_weights(self, weights: dict[str, Tensor]) -> None:
-        expected = self.state_dict()
-        wrong = [name for name in weights if not name.startswith(self._to_gecko) and name not in expected]
-        if wrong:
-            raise ValueError(f"state_dict must hold parameters {self._to_gecko}…; got {wrong[:3]}.")
+        with meta_device():
+            parts = Gecko(self.config.architecture()).state_dict()
+        expected = {self._to_gecko + name for name in parts}
+        expected |= {name for name in self.state_dict() if not name.startswith(self._to_gecko)}
+        wrong = expected.symmetric_difference(weights)
+        if wrong - ({self._to_gecko + TIED[0]} if self.config.tie_embedding else set()):
+            raise ValueError(
+                f"state_dict must hold parameters {self._to_gecko}…, all of them and no others; missing or unknown: "
+                f"{', '.join(sorted(wrong)[:3])}. Merge adapters before saving."
+            )
         quantized = next((name for name, weight in weights.items() if is_quantized(weight)), None)
         if quantized is not None:
             raise ValueError(
                 f"weights in a folder for transformers must not be quantised; {quantized} is. Write the model before "
                 "quantisation, or write this one with Gecko.save for gecko.load."
             )
-        head, embedding = (weights.get(self._to_gecko + name) for name in TIED)
-        if self.config.tie_embedding and not _are_equal(head, embedding):
-            raise ValueError(
-                "head and embedding must be equal if tie_word_embeddings is set, because a folder then holds one of "
-                "them; they differ. To keep a head trained alone, set config.tie_word_embeddings = False before saving."
-            )
-
-
-def _are_equal(head: Tensor | None, embedding: Tensor | None) -> bool:
-    if head is None or embedding is None or head is embedding or head.is_meta:
-        return True
-    return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding.to(head.device))

@@ -41,6 +41,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.chmod(mode)
         temporary.replace(target)
     except OSError as error:
+        if isinstance(error.__cause__, OSError):  # raised below, for a file written inside this block
+            raise
         raise OSError(
             error.errno or errno.EIO,  # libraries raise OSErrors without a number
             f"could not write {path} ({error.strerror or error}); what was there before is unchanged. Free some space, "

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file, write_text
+from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file
 from gecko.io.quantization import plain_tensors, stored_bits
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -87,7 +88,8 @@ def write_folder(
 
     ``prefix`` is written before every name. ``shards`` has the names of ``weights`` in each of several files, as
     transformers divides them; empty: one file. Raise FileExistsError if the folder is that of a training run, or of a
-    checkpoint with weights, OSError if writing failed: existing files are unchanged then.
+    checkpoint with weights, ValueError if the config ties weights that differ, OSError if writing failed: existing
+    files are unchanged then.
     """
     folder = Path(folder)
     found = run_or_checkpoint(folder)
@@ -97,7 +99,13 @@ def write_folder(
             f"a model must be saved to a folder for itself; {folder} is {found}, whose model it would hide or damage. "
             "Choose another folder."
         )
-    kept = {name: w for name, w in weights.items() if not (config.tie_embedding and name == layout.tied[0])}
+    head, embedding = layout.tied
+    if config.tie_embedding and {head, embedding} <= weights.keys() and not _equal(weights[head], weights[embedding]):
+        raise ValueError(
+            "head and embedding must be equal if tie_embedding (tie_word_embeddings) is set, because a folder then "
+            "holds one of them; they differ. To keep a head trained alone, set it to False in the config before saving."
+        )
+    kept = {name: w for name, w in weights.items() if not (config.tie_embedding and name == head)}
     bits = stored_bits(kept)
     # transformers 4 and accelerate refuse files whose "format" names no framework. A quantised file must be refused:
     # accelerate skips the names that it does not find in the model, and the model keeps its random weights.
@@ -106,15 +114,18 @@ def write_folder(
         "gecko": layout.format,
         "config": json.dumps(config.to_dict()),
     }
-    files = {_SHARD.format(i + 1, len(shards)): names for i, names in enumerate(shards)} or {WEIGHTS: list(kept)}
-    for file, names in files.items():
-        save_tensors(folder / file, {prefix + name: kept[name] for name in names}, metadata)
     if shards:
-        places = {prefix + name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(weight.nbytes for weight in kept.values())}, "weight_map": places}
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    with whole_file(folder / CONFIG) as temporary:
-        config.save(temporary)
+        metadata["weights"] = _hash(kept.items())  # so that files of different models are known
+    files = {_SHARD.format(i + 1, len(shards)): names for i, names in enumerate(shards)} or {WEIGHTS: list(kept)}
+    with ExitStack() as stack:  # no file is replaced before all are written
+        for file, names in files.items():
+            temporary = stack.enter_context(whole_file(folder / file))
+            _write_tensors(temporary, {prefix + name: kept[name] for name in names}, metadata)
+        if shards:
+            places = {prefix + name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": sum(weight.nbytes for weight in kept.values())}, "weight_map": places}
+            stack.enter_context(whole_file(folder / INDEX)).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        config.save(stack.enter_context(whole_file(folder / CONFIG)))
     # Files that an earlier save wrote, and this one did not replace, go.
     for path in weight_files(folder):
         if path.name not in files:
@@ -254,18 +265,30 @@ def fill(model: Any, weights: Mapping[str, Tensor]) -> None:
     model.tie()
 
 
-def fingerprint(model: nn.Module, tied: str | None = None) -> str:
+def fingerprint(model: nn.Module, tied: Sequence[str] = ()) -> str:
     """Return a hash of the weights, 16 hexadecimal digits, that changes if any weight changes.
 
-    It hashes the sum of every row of every parameter, so that a large model takes seconds. ``tied`` names a parameter
-    that shares the tensor of another one; it is left out, even if accelerate has separated the two to offload them.
+    It hashes the sum of every row of every parameter, so that a large model takes seconds. ``tied`` names two
+    parameters that are one tensor, though accelerate may have separated them; the first is left out if they are equal.
     """
+    names = [name for name, _ in model.named_parameters()]
+    if tied and {*tied} <= {*names} and _equal(*(stored_weight(model, name) for name in tied)):
+        names.remove(tied[0])
+    return _hash((name, stored_weight(model, name)) for name in names)
+
+
+def _hash(weights: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name in (name for name, _ in model.named_parameters() if name != tied):
+    for name, weight in weights:
         digest.update(name.encode())
-        for tensor in plain_tensors(stored_weight(model, name)):
+        for tensor in plain_tensors(weight):
             digest.update(_row_sums(tensor.detach()).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether the values are equal; those of ``one``, if it is on the meta device, are the other's."""
+    return one.is_meta or one.data_ptr() == other.data_ptr() or torch.equal(one, other.to(one.device))
 
 
 def stored_weight(model: nn.Module, name: str) -> Tensor:
@@ -295,15 +318,19 @@ def _row_sums(tensor: Tensor) -> Tensor:
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file whose metadata contains a SHA-256 of all names, tensors and metadata. Raise OSError if
     writing fails; an existing file is unchanged."""
+    with whole_file(Path(path)) as temporary:
+        _write_tensors(temporary, tensors, metadata)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     ready = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
-    with whole_file(Path(path)) as temporary:
-        try:
-            save_file(ready, temporary, metadata={**metadata, DIGEST: _digest(ready, metadata)})
-            _sort_metadata(temporary)
-        except SafetensorError as error:
-            raise OSError(None, str(error)) from error
+    try:
+        save_file(ready, path, metadata={**metadata, DIGEST: _digest(ready, metadata)})
+        _sort_metadata(path)
+    except SafetensorError as error:
+        raise OSError(None, str(error)) from error
 
 
 def _sort_metadata(path: Path) -> None:
@@ -314,6 +341,8 @@ def _sort_metadata(path: Path) -> None:
         fields["__metadata__"] = dict(sorted(fields["__metadata__"].items()))
         file.seek(8)
         file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode().ljust(len(header)))
+        file.flush()
+        os.fsync(file.fileno())  # a full disk may be noticed here
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -21,7 +22,7 @@ from gecko.io.model_folder import fingerprint as fingerprint_of
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm, block_norm, embedding_, is_bare, project
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.ops.common import content
+from gecko.ops.common import compute_dtype, content
 from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
 from gecko.runtime.tensors import meta_device, to_device
 from gecko.segments import Context, ContextExchange, Segments
@@ -135,8 +136,18 @@ class Gecko(nn.Module):
         return self._mean_loss(self._through_blocks(self._embed(tokens), None, segments)[0], targets)
 
     def _mean_loss(self, hidden: Tensor, targets: Tensor, context: Context | None = None) -> Tensor:
-        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten(), z_loss=self.z_loss)
+        rows, flat = hidden.flatten(0, 1), targets.flatten()
+        if is_bare(self.head, bias=False):
+            loss = linear_cross_entropy(rows, self.head.weight, flat, z_loss=self.z_loss)
+        else:
+            loss = self._losses(rows, flat, self.z_loss).sum() / (flat != IGNORED).sum().clamp(min=1)
         return loss if context is None else context.mean(loss, (targets != IGNORED).sum())
+
+    def _losses(self, rows: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        """Return the loss of every row (N, D) through a head with a bias, an adapter or hooks."""
+        logits = project(rows, self.head)[0].to(compute_dtype(rows))
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        return losses + z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
 
     @torch.no_grad()
     def token_losses(
@@ -145,7 +156,9 @@ class Gecko(nn.Module):
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Return the cross-entropy of every token in nats, (B, T), 0 for ignored targets, and the state."""
         hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
-        losses = token_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
+        rows, flat = hidden.flatten(0, 1), targets.flatten()
+        plain = is_bare(self.head, bias=False)
+        losses = token_cross_entropy(rows, self.head.weight, flat) if plain else self._losses(rows, flat)
         return losses.view(tokens.shape), state
 
     def hidden(
@@ -260,12 +273,13 @@ class Gecko(nn.Module):
         now = content([tensor for parameter in self.parameters() for tensor in plain_tensors(parameter)])
         cached = getattr(self, "_fingerprint", None)
         if cached is None or now is None or cached[0] != now:
-            cached = self._fingerprint = (now, fingerprint_of(self, TIED[0] if self.config.tie_embedding else None))
+            cached = self._fingerprint = (now, fingerprint_of(self, TIED if self.config.tie_embedding else ()))
         return cached[1]
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json``, each atomically. Raise FileExistsError if the folder belongs
-        to a training run or is a checkpoint with weights, OSError if writing failed; existing files are unchanged."""
+        to a training run or is a checkpoint with weights, ValueError if the config ties weights that differ, OSError if
+        writing failed; existing files are unchanged."""
         save_model(folder, self.config, pack(self.state_dict()))
 
 
@@ -276,7 +290,6 @@ def sharing_parameters(model: Gecko, added: Mapping[str, nn.Parameter] | None = 
         other = Gecko(dataclasses.replace(model.config, **changes))
     weights = {**model.state_dict(keep_vars=True), **(added or {})}
     other.load_state_dict({name: weights[name] for name in other.state_dict()}, assign=True)
-    other.tie()
     return other.eval()
 
 

@@ -65,7 +65,7 @@ def save_onnx(model: Gecko, folder: str | Path) -> None:
 
     The weights are widened to float32 in place, which changes no value. Errors are those of ``export_onnx``.
     """
-    if not any(map(is_quantized, model.parameters())):
+    if not any(is_quantized(x) or x.dtype == torch.float64 for x in model.parameters()):
         model.float()
     export_onnx(model, Path(folder) / GRAPH)
     with whole_file(Path(folder) / START) as temporary:
