@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cli.conftest import NEWEST, Command
@@ -105,6 +106,15 @@ def test_a_run_is_tuned_talked_with_and_resumed_by_the_same_command_only(
     wrong = command("finetune", run_folder, other, *tune[3:], "--resume", code=2)
     assert f"CHATS must be what the run in {out} was begun with, {chats}; got {other}" in wrong.stderr
     assert "--lora must be what the run" in command(*tune, "--lora", 3, "--resume", code=2).stderr
+    assert "--tokenizer must be what" in command(*tune, "--tokenizer", "other.json", "--resume", code=2).stderr
+    assert "continuing after step" in command(*tune, "--epochs", 3, "--resume", code=0).stdout
+
+
+def test_what_an_earlier_name_sets_stays_in_a_plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = Mock(side_effect=ValueError("no plan"))
+    monkeypatch.setattr("gecko.plan.find_plan", find)
+    command("plan", "tiny", "accumulation=1", "--gpus", 1, code=2)
+    assert "gradient_accumulation_steps" in find.call_args[0][4]
 
 
 def test_without_kernels_only_what_is_exact_is_planned(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,6 +345,15 @@ def test_a_file_that_changes_or_is_broken(own: Path, tmp_path: Path, line: str, 
             plan_of([str(own)], tmp_path / "shards")
 
 
+def test_a_file_that_has_changed_and_has_its_size_is_not_taken_for_the_old_one(own: Path, tmp_path: Path) -> None:
+    plan_of([str(own)], tmp_path / "shards")
+    source, later = own / "02.jsonl", time.time() + 10
+    source.write_text(source.read_text().swapcase())
+    os.utime(source, (later, later))
+    with pytest.raises(FileExistsError, match="files that have changed since"):
+        plan_of([str(own)], tmp_path / "shards")
+
+
 @pytest.mark.parametrize("deleted", [True, False])
 def test_a_source_that_cannot_be_read_is_not_taken_for_a_full_disk(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool

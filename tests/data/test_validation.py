@@ -83,7 +83,7 @@ def test_all_of_a_mixture_trains(folders: tuple[Path, Path], tmp_path: Path) -> 
     ("validation", "named"),
     [
         ("SOURCE", "train/00"), ("train", "train/00"), ("train/0[35].txt", "train/03.txt"),
-        ("link.txt", "train/03.txt"), ("rest/../train/shards/", "train/shards"),
+        ("link.txt", "train/03.txt"), ("rest/../train/shards/", "train/shards"), ("copies", "copies/a.txt"),
     ],
 )  # fmt: skip
 def test_what_is_trained_on_is_not_held_out(
@@ -91,6 +91,9 @@ def test_what_is_trained_on_is_not_held_out(
 ) -> None:
     source = (as_shards if "shards" in named else as_files)(TRAINED, folders[0])
     (tmp_path / "link.txt").symlink_to(folders[0] / "03.txt")
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / "a.txt").write_text(TRAINED[3])
+    (tmp_path / "copies" / "b.txt").write_text("another" + TRAINED[3])
     held_out = source if validation == "SOURCE" else f"{tmp_path}/{validation}"
     with pytest.raises(ValueError, match=r"data\.validation must hold other texts") as caught:
         opened("ignored" if mixed else source, held_out, sources=(f"{source}=1",) if mixed else ())
@@ -98,9 +101,17 @@ def test_what_is_trained_on_is_not_held_out(
     assert ("and 1 more" in str(caught.value)) == ("[35]" in validation)
 
 
-def test_a_data_set_and_its_default_split_are_the_same() -> None:
-    with pytest.raises(ValueError, match=r"data\.validation must hold other texts .* wiki \(None, train\)"):
-        opened("hf:wiki", "hf:wiki:train")
+@pytest.mark.parametrize("validation", ["hf:wiki:train", "hf:wiki:default:train"])
+def test_a_data_set_and_its_default_split_are_the_same(validation: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.validation must hold other texts .* wiki \(default, train\)"):
+        opened("hf:wiki", validation)
+
+
+def test_a_small_file_may_stand_on_both_sides(folders: tuple[Path, Path]) -> None:
+    """As a license does."""
+    source = as_files([*TRAINED, "license"], folders[0])
+    held_out = as_files([*HELD_OUT, "x" * 1000, "license"], folders[1])
+    assert opened(source, held_out).held_out_documents == len(HELD_OUT) + 2
 
 
 # ---- Commands that read one text refuse files of records: markup is not text, and these commands have no field option.

@@ -12,7 +12,7 @@ from gecko.models.gecko import Block
 from gecko.parallel.mesh import MeshSizes
 from gecko.plan import GPUS, Assumptions, Plan, find_gpu, make_plan
 from gecko.plan.counts import counts_of, group_sizes, state_memory
-from gecko.recipes import get_recipe
+from gecko.recipes import apply_overrides, get_recipe
 from gecko.train.optimizer import build_optimizer
 from gecko.train.settings import OptimizerSettings, ParallelSettings
 
@@ -30,6 +30,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"key_dim": 256, "value_dim": 512, "cema_modes": 8}, {"timestep_groups": 32, "model_dim": 64}, MEGALODON,
 ]  # fmt: skip
 TINY = get_recipe("tiny")
+GROWTH = ["schedule.initial_batch_size=1", "schedule.batch_size_steps=900"]
 
 
 @pytest.fixture
@@ -145,6 +146,18 @@ def test_shares_of_the_paper_run() -> None:
     assert plan.tokens == 16_384
     assert plan.run.tokens_per_step == 4_194_304
     assert 5 < (plan.days or 0) < 40
+
+
+def test_time_follows_the_tokens_of_growing_batches() -> None:
+    runs = (apply_overrides(TINY, ["steps=1000", *settings]) for settings in ([], GROWTH))
+    whole, grown = (make_plan(run, 1, find_gpu("h100"), Assumptions()) for run in runs)
+    tokens = grown.run.tokens_before(1000) / whole.run.tokens_before(1000)
+    assert whole.days and grown.days == pytest.approx(whole.days * tokens) and tokens < 0.6
+
+
+def test_a_run_with_adapters_is_not_planned() -> None:
+    with pytest.raises(ValueError, match="got lora_rank=8"):
+        make_plan(replace(TINY, lora_rank=8, init_from="x", compile=False), 1, find_gpu("h100"), Assumptions())
 
 
 def test_time_follows_its_assumptions() -> None:

@@ -12,6 +12,8 @@ from support.chats import spoken, write_chats
 from support.corpora import as_files, as_shards, write_tokenizer
 
 from gecko.data import IGNORED, ByteTokenizer, TokenizedCorpus, load_tokenizer
+from gecko.data.chat import tuning_format
+from gecko.data.chats import load_chats
 from gecko.models.gecko import Gecko
 from gecko.parallel.mesh import Ranks
 from gecko.train import Run
@@ -85,6 +87,15 @@ def test_spread_rows_come_from_all_over(corpus: TokenizedCorpus) -> None:
     fewer = HeldOut.of(corpus, 7, 10, 4, ByteTokenizer())
     assert all(map(torch.equal, vars(held_out.first(7).rows).values(), vars(fewer.rows).values()))
     assert torch.equal(held_out.first(7).row_bytes, fewer.row_bytes)
+
+
+def test_few_rows_of_chats_are_a_sample_of_all(tmp_path: Path) -> None:
+    """Packing begins with the longest chats."""
+    chats = [spoken("q", letter * length) for letter, length in [("x", 225)] * 10 + [("y", 5)] * 1000]
+    chat_format = tuning_format(ByteTokenizer(), Path("no folder"))
+    corpus = load_chats(str(write_chats(tmp_path / "chats.jsonl", chats)), chat_format)
+    rows = HeldOut.of_chats(corpus, 12, 256, 4, ByteTokenizer()).rows
+    assert (rows.targets == ord("y")).any(dim=1).sum() > 6
 
 
 # ---- Held-out nats per byte, times the bytes of exactly the scored tokens, are the nats of these tokens.

@@ -20,7 +20,7 @@ from gecko.data.chat import DEFAULT_TEMPLATE, find_format
 from gecko.data.turns import Turn
 from gecko.io.checkpoints import list_checkpoints
 from gecko.parallel.mesh import Ranks
-from gecko.recipes.finetune import finetuning_run
+from gecko.recipes.finetune import finetuning_run, with_epochs
 from gecko.train import Run, train
 from gecko.train.data import load_data, replayed
 
@@ -91,6 +91,11 @@ def test_the_settings_follow_from_model_and_chats(tune: Tune, base: Path, tmp_pa
     chats = write_chats(tmp_path / "few.jsonl", some_chats(3))
     few = finetuning_run(base, str(chats), output=str(tmp_path / "few"), tokenizer="bytes", epochs=5)
     assert (few.batch_size, few.steps) == (1, 5)
+    growth = ("schedule.initial_batch_size=1", "schedule.batch_size_steps=20")
+    grown = finetuning_run(base, run.data.source, output="x", tokenizer="bytes", epochs=9, overrides=growth)
+    even = finetuning_run(base, run.data.source, output="x", tokenizer="bytes", epochs=9)
+    assert grown.steps and even.steps and grown.rows_before(grown.steps) >= even.rows_before(even.steps) - 3
+    assert with_epochs(grown, 9).steps == grown.steps and (with_epochs(grown, 18).steps or 0) > grown.steps
     with pytest.raises(ValueError, match="epochs must be above 0 and at most 1,000,000; got 0"):
         finetuning_run(base, str(chats), output="x", tokenizer="bytes", epochs=0)
 

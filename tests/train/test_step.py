@@ -118,6 +118,7 @@ def test_the_shapes_of_both_schedules() -> None:
     factors = curve(ScheduleSettings("wsd", warmup=0.1, decay=0.2, final=0.0), 100)
     assert factors[10:81] == [1.0] * 71 and factors[90] == pytest.approx(0.5)
     assert curve(ScheduleSettings("cosine", warmup=0.0, final=0.2), 100)[50] == pytest.approx(0.6)
+    assert curve(ScheduleSettings("wsd", warmup=0.0, decay_steps=1000), 10)[0] == 1.0, "no decay begins before the run"
 
 
 def test_a_step_outside_the_run_is_refused() -> None:

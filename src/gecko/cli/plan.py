@@ -103,11 +103,12 @@ class PlanTraining(Command):
         from gecko.plan import Assumptions, find_gpu, find_plan, make_plan
         from gecko.plan.dry_run import verify
         from gecko.recipes import apply_overrides, get_recipe
+        from gecko.train.settings import current_override
 
         run, gpu = apply_overrides(get_recipe(self.recipe), self.overrides), find_gpu(self.gpu)
         assumed, mesh = Assumptions(self.efficiency, self.overlap), run.parallel
         if self.gpus is not None:
-            kept = {override.partition("=")[0] for override in self.overrides}
+            kept = {current_override(override).partition("=")[0] for override in self.overrides}
             plan = find_plan(run, self.gpus, gpu, assumed, kept, _measure)
         else:  # a mesh of any number gets as many of 8 as divide its batches
             any_number = math.gcd(8, run.batch_size // run.gradient_accumulation_steps)

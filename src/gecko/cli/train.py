@@ -229,8 +229,8 @@ class Finetune(TakesTokenizer):
     """Folder of the new run."""
     lora: int | None = option(metavar="RANK", min=1, show_default="all parameters")
     """Train adapters (LoRA) of this rank."""
-    epochs: float = 3
-    """Number of times that each chat is read."""
+    epochs: float | None = option(show_default="3")
+    """Number of times that each chat is read. With --resume: in all, for another number than before."""
     resume: bool = False
     """Continue from the newest checkpoint; start if there is none."""
 
@@ -252,13 +252,13 @@ class Finetune(TakesTokenizer):
         """Return the run to train; one that is resumed has the recipe that it was begun with."""
         from gecko.cli.arguments import find_model
         from gecko.recipes import apply_overrides, get_recipe
-        from gecko.recipes.finetune import finetuning_run
+        from gecko.recipes.finetune import finetuning_run, with_epochs
 
         folder, begun = find_model(self.model), Path(out).expanduser() / "recipe.json"
         if not (self.resume and begun.is_file()):
             return finetuning_run(
-                folder, self.chats, output=out, tokenizer=self.tokenizer, lora_rank=self.lora, epochs=self.epochs,
-                overrides=self.overrides,
+                folder, self.chats, output=out, tokenizer=self.tokenizer, lora_rank=self.lora,
+                epochs=3 if self.epochs is None else self.epochs, overrides=self.overrides,
             )  # fmt: skip
         run = apply_overrides(get_recipe(str(begun)), self.overrides)
         # A run that was resumed has a newer checkpoint.
@@ -266,6 +266,7 @@ class Finetune(TakesTokenizer):
         for name, begun_with, given in (
             ("MODEL", run.init_from, run.init_from if same_run else str(folder)),
             ("CHATS", run.data.source, self.chats),
+            ("--tokenizer", run.data.tokenizer, self.tokenizer or run.data.tokenizer),
             ("--lora", run.lora_rank, self.lora),
         ):
             if given != begun_with:
@@ -273,7 +274,9 @@ class Finetune(TakesTokenizer):
                     f"{name} must be what the run in {run.folder} was begun with, {begun_with}; got {given}. Leave "
                     "it as it was, or start a new run with another --out."
                 )
-        return run
+        if self.epochs is None or run.steps is None or any(given.startswith("steps=") for given in self.overrides):
+            return run
+        return with_epochs(run, self.epochs)
 
 
 class Compare(Command):

@@ -196,11 +196,7 @@ class ChatRows:
 
     def row(self, index: int) -> Row:
         epoch, place = divmod(index, self.rows_per_epoch)
-        return self.packed_row(Shuffle(self.rows_per_epoch, self._seed, SPLIT_STREAM + 1 + epoch)[place])
-
-    def packed_row(self, index: int) -> Row:
-        """Return a row by its place in the packing."""
-        chats = self._packed[index]
+        chats = self._packed[Shuffle(self.rows_per_epoch, self._seed, SPLIT_STREAM + 1 + epoch)[place]]
         tokens = np.concatenate([self._corpus.tokens[chat] for chat in chats])
         trained = np.concatenate([self._corpus.trained[chat] for chat in chats])
         segments = np.repeat(np.arange(len(chats)), [len(self._corpus.tokens[chat]) for chat in chats])

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import filecmp
 import fnmatch
 import glob
 import os
 import re
 import sysconfig
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +32,10 @@ _LEFTOVER = re.compile(
     r"\..*|.*~|~\$.*|#.*#|.*\.(bak|orig|rej|sw[a-p]|tmp)|(eh)?thumbs\.db|desktop\.ini", re.IGNORECASE
 )
 """Names of hidden files, and of those that editors and systems leave beside documents."""
+
+
+COPIED = 0.01
+"""Largest share of the held-out bytes in files that have a copy among those trained on, such as licenses."""
 
 
 def find_files(source: str) -> list[Path]:
@@ -241,17 +247,26 @@ def sample_texts(parts: Sequence[SourcePart], characters: int) -> Iterator[str]:
 def check_apart(validation: str, training: Iterable[str]) -> None:
     """Raise ValueError if a file, a folder of shards or a data set's split is both trained on and held out.
 
-    Files are compared by their resolved paths.
+    Files are compared by their resolved paths, and by content: copies may be ``COPIED`` of the held-out bytes.
     """
-    held_out = _things(validation)
-    shared = sorted({thing for source in training for thing in _things(source)} & held_out)
-    if shared:
+    held_out, trained = _things(validation), {thing for source in training for thing in _things(source)}
+    if shared := sorted(held_out & trained) or _copies(held_out, trained):
         more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         raise ValueError(
             f"data.validation must hold other texts than those trained on; got {validation!r}, of which {shared[0]}"
             f"{more} would be trained on too. Keep held-out files in a folder of their own, or name the training "
             "files with a glob that leaves them out."
         )
+
+
+def _copies(held_out: Collection[str], trained: Collection[str]) -> list[str]:
+    """Return the held-out files with a copy that is trained on; none if they have less than ``COPIED`` of the bytes."""
+    of_size = defaultdict[int, list[str]](list)
+    for path in filter(os.path.isfile, trained):
+        of_size[os.path.getsize(path)].append(path)
+    sizes = {path: os.path.getsize(path) for path in filter(os.path.isfile, held_out)}
+    found = [x for x in sizes if any(filecmp.cmp(x, other, shallow=False) for other in of_size[sizes[x]])]
+    return sorted(found) if sum(sizes[x] for x in found) > COPIED * sum(sizes.values()) else []
 
 
 def check_disjoint(mixture: Iterable[str]) -> None:
@@ -274,5 +289,5 @@ def _things(source: str) -> set[str]:
         return {str(Path(source).expanduser().resolve())}
     parts = [part for _, found in find_sources(source) for part in found]
     if source.startswith(HUGGING_FACE):
-        return {f"{part.name} ({part.config}, {part.split})" for part in parts}
+        return {f"{part.name} ({part.config or 'default'}, {part.split})" for part in parts}
     return {str(Path(part.name).resolve()) for part in parts}

@@ -109,7 +109,9 @@ class TokenizingPlan:
         del fields["folder"]
         content = json.dumps({"format": FORMAT, **fields}, indent=1)
         if path.is_file():
-            if path.read_bytes() != content.encode():
+            files = (Path(part.name) for task in self.tasks for part in task.parts if part.kind != "dataset")
+            newer = any(file.stat().st_mtime > path.stat().st_mtime for file in files)
+            if newer or path.read_bytes() != content.encode():
                 raise FileExistsError(
                     f"{self.folder} holds shards of other sources, another tokenizer or files that have changed since, "
                     "and nothing there is overwritten. Choose another folder with --out."

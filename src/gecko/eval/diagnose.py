@@ -13,7 +13,7 @@ from gecko.eval.results import Report, Results, Score, check_task, quiet, share_
 from gecko.eval.synthetic import TASKS, SyntheticBatch, TaskSize, generator_of, guessing, hits_by_distance
 from gecko.inference.prefill import inference
 from gecko.models import LanguageModel, LlamaConfig, ModelConfig, build_model, parse_config
-from gecko.records import Parsed
+from gecko.records import Count, CountFromZero, Fraction, NotNegative, Parsed, Positive, check
 
 SMALL: dict[str, ModelConfig] = {
     "gecko": GeckoConfig(
@@ -33,25 +33,19 @@ class Diagnosis:
 
     size: TaskSize = field(default_factory=TaskSize)
     model: Annotated[ModelConfig, Parsed(parse_config)] = SMALL["gecko"]
-    steps: int = 400
-    batch_size: int = 32
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    warmup: float = 0.1
+    steps: CountFromZero = 400
+    batch_size: Count = 32
+    learning_rate: Positive = 3e-3
+    weight_decay: NotNegative = 0.1
+    warmup: Fraction = 0.1
     """Fraction of the steps with rising learning rate, after which it decays to 0 along a cosine."""
-    growth: float = 0.0
+    growth: Fraction = 0.0
     """Fraction of the steps, at the start, with smaller tasks: a quarter of the length and of the items, then half."""
-    test_rows: int = 200
+    test_rows: Count = 200
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1 or self.test_rows < 1:
-            raise ValueError(
-                f"a diagnosis needs steps of at least 0, batch_size and test_rows of at least 1; got {self.steps}, "
-                f"{self.batch_size} and {self.test_rows}."
-            )
-        if not 0 <= self.growth <= 1:
-            raise ValueError(f"growth is a fraction of the steps and must be in 0..1; got {self.growth}.")
+        check(self)
         if self.model.vocab_size < self.size.vocab_size:
             raise ValueError(
                 f"the model must know all tokens of the task; got model.vocab_size={self.model.vocab_size} and "

@@ -41,6 +41,11 @@ class RunFolder:
     def seed(self) -> int:
         return int(self.recipe["seed"])
 
+    @property
+    def texts(self) -> str | None:
+        """Digest of all texts of the run, trained on and held out; None if an early version wrote the run."""
+        return next((one["data"] for one in reversed(self.sessions) if "data" in one), None)
+
     @cached_property
     def schedule(self) -> ScheduleSettings:
         return build(ScheduleSettings, self.recipe.get("schedule", {}))

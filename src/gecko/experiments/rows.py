@@ -19,13 +19,15 @@ from gecko.experiments.inputs import RECIPE, EvaluationFile, Inputs, RunFolder
 from gecko.io.files import Record, read_object
 from gecko.models import parse_config
 from gecko.pages import LineStyle
-from gecko.train.metrics import METRICS, seconds_by_step
+from gecko.train.metrics import METRICS, read_sessions, seconds_by_step
 from gecko.train.run import has_role
 from gecko.train.settings import Role, current_fields, flatten
 from gecko.train.throughput import flops_per_token
 
 _LONGEST_DIFFERENCE, _TRAINING_POINTS = 30, 50
 _NORMS = "norm statistics of"
+TEXTS, _SHOWN_DIGITS = "texts", 8
+"""Name that stands among a run's settings for the digest of its texts, and digits of it."""
 HELD_OUT, TRAINING_LOSS = "held-out loss, nats per byte", "training loss, nats per token"
 MEMORY = "peak memory, GiB"
 _SYNTHETIC_NAMES = {"mqar": "Associative recall (MQAR)", "selective_copying": "Selective copying",
@@ -121,7 +123,8 @@ def identity_of_run(run: RunFolder) -> Identity:
     if folder.name == f"seed-{run.seed}" and folder.parent.name:
         name = folder.parent.name
     settings = flatten({key: value for key, value in current_fields(run.recipe).items() if key != "command"})
-    return Identity.of(name, {key: value for key, value in settings.items() if not has_role(key, Role.NEUTRAL)})
+    known = {key: value for key, value in settings.items() if not has_role(key, Role.NEUTRAL)}
+    return Identity.of(name, known | {TEXTS: run.texts and run.texts[:_SHOWN_DIGITS]})
 
 
 def identity_of_evaluation(file: EvaluationFile, runs: Sequence[RunFolder]) -> tuple[Identity, int | None]:
@@ -134,7 +137,7 @@ def identity_of_evaluation(file: EvaluationFile, runs: Sequence[RunFolder]) -> t
     found = [file.run] if file.run else [run for run in runs if run.folder.resolve() == name.resolve()]
     found = found or [run for run in runs if parts and run.folder.resolve().parts[-len(parts) :] == parts]
     if not found and (name / RECIPE).is_file() and (name / METRICS).is_file():
-        found = [RunFolder(name, read_object(name / RECIPE, "a recipe"))]
+        found = [RunFolder(name, read_object(name / RECIPE, "a recipe"), sessions=read_sessions(name))]
     if len(found) == 1:
         return identity_of_run(found[0]), found[0].seed
     start, _, number = name.name.partition("-")
@@ -160,6 +163,8 @@ def _labels(group: Sequence[Identity]) -> list[tuple[str, str]]:
         return [(name or "Gecko", "")]
     keys = dict.fromkeys(key for one in settings for key in one)
     differing = [key for key in keys if len({one.get(key) for one in settings}) > 1]
+    if len({tuple(one.get(key) for key in differing if key != TEXTS) for one in settings}) == len(settings):
+        differing = [key for key in differing if key != TEXTS]
     ends = [key.rpartition(".")[2] for key in differing]
     short = {key: end if ends.count(end) == 1 else key for key, end in zip(differing, ends, strict=True)}
     values = [{short[key]: one.get(key, "none").strip('"') for key in differing} for one in settings]
@@ -216,7 +221,8 @@ def long_table(inputs: Inputs) -> list[Row]:
 def rows_of_run(run: RunFolder, model: Model) -> Iterator[Row]:
     """Yield the losses by step, the final losses, the median speed and the number of steps of a run."""
     data = run.recipe["data"]
-    text = data_words(data), str(sorted((key, str(value)) for key, value in data.items() if value is not None))
+    facts = sorted((key, str(value)) for key, value in data.items() if value is not None)
+    text = data_words(data), str(facts), run.texts
 
     def row(score: str, value: float, n: int, unit: str, case: Mapping[str, float], own: Interval | None = None) -> Row:
         return Row(model, run.seed, "training", text, case, score, value, own, n, unit, run)

@@ -121,8 +121,9 @@ class Plan:
         self.overlap = 0.0 if run.capture else assumptions.overlap
         """Fraction of compute time that can hide communication."""
         self.step_seconds = self.computing + max(0.0, self.communicating - self.overlap * self.computing)
-        self.days = None if run.steps is None else run.steps * self.step_seconds / 86_400
-        """Days for all steps; None if the run has no number of steps."""
+        whole = None if run.steps is None else run.tokens_before(run.steps) / run.tokens_per_step
+        self.days = None if whole is None else whole * self.step_seconds / 86_400
+        """Days for the tokens of all steps; None if the run has no number of steps."""
         self.gpu_hours = None if self.days is None else self.days * 24 * self.gpus
 
     def _ring(self, size: float, ranks: int) -> Traffic:
@@ -174,7 +175,9 @@ class Plan:
 
 def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
     """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, or the
-    batch cannot be divided among them."""
+    batch cannot be divided among them, or ``run`` trains adapters."""
+    if run.lora_rank is not None:
+        raise ValueError(f"gecko plan estimates runs that train all weights; got lora_rank={run.lora_rank}.")
     for name, value in vars(assumptions).items():
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")

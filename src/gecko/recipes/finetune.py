@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from gecko.io.model_folder import CONFIG
 from gecko.models import load_config
 from gecko.recipes import apply_overrides
 from gecko.train import DataSettings, OptimizerSettings, Run, SampleSettings, ScheduleSettings
+from gecko.train.settings import current_override
 
 SHORTEST, LONGEST = 256, 4096
 """Bounds of the default length of a row in tokens."""
@@ -53,8 +55,6 @@ def finetuning_run(
         epochs: number of times that each chat is read, if the overrides set no ``steps``.
         overrides: ``key=value`` changes of the run's fields.
     """
-    if not 0 < epochs <= MOST_EPOCHS:
-        raise ValueError(f"epochs must be above 0 and at most {MOST_EPOCHS:,}; got {epochs:g}. Try 3.")
     folder = model_folder(model)
     spec = tokenizer or known_tokenizer(folder)
     if spec is None:
@@ -78,21 +78,41 @@ def finetuning_run(
         sample=SampleSettings(prompt=question, tokens=200),
     )  # fmt: skip
     # Batch, steps, evaluations and checkpoints follow from the chats if the overrides do not set them.
-    given = {override.partition("=")[0] for override in overrides}
+    given = {current_override(override).partition("=")[0] for override in overrides}
     if "minutes" in given and "steps" not in given:
         given, overrides = {*given, "steps"}, [*overrides, "steps=none"]
     run = apply_overrides(run, overrides)
-    training = corpus.cut(run.sequence_length + 1)
-    if run.data.validation is None:
-        training, _ = training.split(run.data.validation_fraction, run.seed)
-    rows = ChatRows(training, run.sequence_length, run.seed).rows_per_epoch
     if "batch_size" not in given:
-        run = replace(run, batch_size=min(run.batch_size, rows))
+        run = replace(run, batch_size=min(run.batch_size, _rows(run, corpus)))
+    steps = _steps(run, corpus, epochs)
     if "steps" not in given:
-        run = replace(run, steps=max(1, math.ceil(epochs * rows / run.batch_size)))
+        run = replace(run, steps=steps)
     often = 100 if run.steps is None else max(1, run.steps // 5)
     if "evaluation.every" not in given:
         run = replace(run, evaluation=replace(run.evaluation, every=often))
     if "checkpoint.every" not in given:
         run = replace(run, checkpoint=replace(run.checkpoint, every=often))
     return replace(run, overrides=())
+
+
+def with_epochs(run: Run, epochs: float) -> Run:
+    """Return a run of ``finetuning_run`` that reads each chat ``epochs`` times in all; errors are the same."""
+    assert run.init_from is not None
+    chat_format = tuning_format(load_tokenizer(run.data.tokenizer), model_folder(run.init_from))
+    corpus = ChatCorpus.build(read_chats(run.data.source), chat_format)
+    return apply_overrides(run, [f"steps={_steps(run, corpus, epochs)}"])
+
+
+def _rows(run: Run, corpus: ChatCorpus) -> int:
+    """Return the rows of an epoch."""
+    training = corpus.cut(run.sequence_length + 1)
+    if run.data.validation is None:
+        training, _ = training.split(run.data.validation_fraction, run.seed)
+    return ChatRows(training, run.sequence_length, run.seed).rows_per_epoch
+
+
+def _steps(run: Run, corpus: ChatCorpus, epochs: float) -> int:
+    """Return the least number of steps that read each chat ``epochs`` times."""
+    if not 0 < epochs <= MOST_EPOCHS:
+        raise ValueError(f"epochs must be above 0 and at most {MOST_EPOCHS:,}; got {epochs:g}. Try 3.")
+    return max(1, bisect_left(range(sys.maxsize), epochs * _rows(run, corpus), key=run.rows_before))

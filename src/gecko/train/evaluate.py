@@ -48,9 +48,10 @@ class HeldOut:
     def of_chats(
         cls, corpus: ChatCorpus, rows: int, sequence_length: int, batch_size: int, tokenizer: Tokenizer
     ) -> HeldOut:
-        """Return at most ``rows`` rows of whole chats. The targets are the tokens of answers."""
+        """Return at most ``rows`` rows of whole chats, in random order, for packing begins with the longest chats. The
+        targets are the tokens of answers."""
         packed = ChatRows(corpus, sequence_length, seed=0)
-        chosen = [packed.packed_row(row) for row in range(min(rows, packed.rows_per_epoch))]
+        chosen = [packed.row(row) for row in range(min(rows, packed.rows_per_epoch))]
         joined = Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*chosen, strict=True)))
         return cls(joined, batch_size, token_bytes(tokenizer).of_targets(joined))
 

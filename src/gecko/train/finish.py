@@ -191,7 +191,7 @@ def _numbers(run: Run, result: Evaluation, parameters: int, training: Sequence[R
         "Held-out tokens": f"{result.tokens:,}",
         "Parameters": f"{parameters:,}",
         "Steps": f"{len(training):,}, of which skipped: {len(training) - len(taken)}",
-        "Tokens trained on": f"{tokens:,}",
+        "Tokens trained on" + ", padding included" * (run.data.format == "chat"): f"{tokens:,}",
     }
     if taken:
         speed = statistics.median(record["tokens_per_second"] for record in taken)

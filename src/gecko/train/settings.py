@@ -140,7 +140,7 @@ class ScheduleSettings(Group):
     warmup_steps: CountFromZero | None = None
     """Steps of the warm-up. None: the fraction ``warmup`` of the run."""
     decay_steps: Count | None = None
-    """Steps of the decay of ``wsd``. None: the fraction ``decay`` of the run."""
+    """Steps of the decay of ``wsd``, at most all. None: the fraction ``decay`` of the run."""
     final: Fraction = 0.0
     """Learning rate at the end, as a fraction of the peak rate."""
     initial_batch_size: Annotated[Count | None, Role.FIXED] = None

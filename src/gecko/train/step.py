@@ -52,7 +52,7 @@ def learning_rate_factor(schedule: ScheduleSettings, step: int, steps: int | Non
     if schedule.kind != "wsd":
         progress = (step - warmup) / (steps - warmup)
         return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * progress)) / 2
-    decay = round(schedule.decay * steps) if schedule.decay_steps is None else schedule.decay_steps
+    decay = round(schedule.decay * steps) if schedule.decay_steps is None else min(schedule.decay_steps, steps)
     progress = max(0, step - (steps - decay)) / max(1, decay)
     return min(rising, 1 - (1 - schedule.final) * progress)
 

@@ -225,6 +225,14 @@ def test_a_rate_that_diverges_is_not_taken(here: Any, recipes: list[str], tmp_pa
     assert "whole: no learning rate was found" in printed
 
 
+def test_runs_of_texts_that_have_changed_are_not_compared(here: Any, planned: Any, tmp_path: Path) -> None:
+    plan = planned(seeds=(0, 1))
+    sessions = tmp_path / "out" / "bare" / "seed-1" / "sessions.jsonl"
+    sessions.write_text(re.sub('"data": "[^"]*"', '"data": "other"', sessions.read_text()))
+    with pytest.raises(ValueError, match=r"must read the same texts; those of .* and .*bare/seed-1 differ"):
+        call(plan)
+
+
 def test_what_is_not_of_this_comparison_is_left_alone(here: Any, planned: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     planned()

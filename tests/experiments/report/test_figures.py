@@ -149,3 +149,11 @@ def test_speed_is_drawn_by_the_length_of_a_row(tmp_path: Path) -> None:
     (picture,) = (one for one in section.pictures if one.caption.startswith("Training: tokens/s"))
     lines = [one.get_xdata() for one in picture.figure.axes[0].lines if len(one.get_xdata()) == 2]
     assert [list(map(int, one)) for one in lines[:1]] == [[32, 64]], "other arithmetic is another line"
+
+
+def test_speeds_of_other_batches_are_other_lines_if_they_have_one_length(tmp_path: Path) -> None:
+    for seed, (batch_size, length) in enumerate(((2, 32), (2, 64), (8, 32), (8, 64))):
+        write(tmp_path, 16, 2.0, seed, batch_size=batch_size, sequence_length=length)
+    section, *_ = training(tmp_path)
+    (picture,) = (one for one in section.pictures if one.caption.startswith("Training: tokens/s"))
+    assert len([one for one in picture.figure.axes[0].lines if len(one.get_xdata()) == 2]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,20 @@ import pytest
 
 from gecko.eval.results import Interval
 from gecko.experiments.figures import counts, length_figure, mean_by_step
-from gecko.experiments.inputs import EvaluationFile, RunFolder, gather
+from gecko.experiments.inputs import EvaluationFile, Inputs, RunFolder, gather
 from gecko.experiments.rows import (
     HELD_OUT,
+    TEXTS,
     TRAINING_LOSS,
     Identity,
     Model,
     Row,
+    by_model,
     estimate,
     identity_of_evaluation,
     identity_of_run,
     label_models,
+    long_table,
     rows_of_run,
 )
 from gecko.pages import LineStyle
@@ -73,6 +77,9 @@ def test_a_run_outside_of_a_comparison_is_named_by_its_recipe(copied: Copy) -> N
          ["attention=first, memory=first", "attention=second, memory=second"]),
         ([("", {"memory": "x"}), ("", {})], ["memory=x", "memory=none"], ["memory=x", "memory=none"]),
         ([("", {"memory": "x"})], ["Gecko"], [""]),
+        ([("a", {TEXTS: "x"}), ("a", {TEXTS: "y"})], ["a, texts=x", "a, texts=y"], ["texts=x", "texts=y"]),
+        ([("a", {"steps": 1, TEXTS: "x"}), ("a", {"steps": 2, TEXTS: "y"})], ["a, steps=1", "a, steps=2"],
+         ["steps=1", "steps=2"]),
     ],
 )  # fmt: skip
 def test_labels_name_what_differs(models: list[tuple[str, Any]], labels: list[str], differences: list[str]) -> None:
@@ -97,6 +104,14 @@ def test_evaluations_find_their_run_by_the_name_of_its_model(runs: Path) -> None
     inputs = gather([runs / "small_gecko/seed-0", seed.folder / "eval/perplexity.json"])
     of_other = identity_of_evaluation(inputs.evaluations[-1], inputs.runs)
     assert of_other == (identity_of_run(inputs.runs[0]), 1), "a run that was not given is known by its recipe"
+
+
+def test_runs_of_texts_that_have_changed_are_other_models(runs: Path) -> None:
+    one = next(run for run in gather([runs]).runs if run.seed == 0)
+    other = replace(one, recipe={**one.recipe, "seed": 1}, sessions=[{**one.sessions[0], "data": "other"}])
+    found = long_table(Inputs(runs=[one, replace(one, recipe={**one.recipe, "seed": 2}), other]))
+    assert sorted(len({row.seed for row in rows}) for rows in by_model(found).values()) == [1, 2]
+    assert len({row.text for row in found}) == 2
 
 
 def run(*records: Record, results: dict[str, Any] | None = None, seed: int = 0, **recipe: Any) -> list[Row]:

@@ -32,7 +32,7 @@ from gecko.runtime.process import code_version
 from gecko.runtime.terminal import lasting_output, visible
 from gecko.train import NonFiniteError, Run, train
 from gecko.train.health import StopSignal
-from gecko.train.metrics import FIELDS, METRICS, SESSIONS
+from gecko.train.metrics import FIELDS, METRICS, SESSIONS, read_sessions
 from gecko.train.throughput import describe_hardware, select_device
 
 _POLL_SECONDS, _REFRESH_SECONDS = 0.3, 2.0
@@ -80,7 +80,8 @@ def compare(plan: ComparisonPlan, *, jobs: int = 1, command: str, console: Conso
         command: command line of the user, for the record.
 
     Raises:
-        ValueError: the folder holds something else, or another comparison is running in it.
+        ValueError: the folder holds something else, another comparison is running in it, or texts have changed since
+            earlier runs in it.
         ImportError: a package for pictures, the page or intervals is not installed.
     """
     if jobs < 1:
@@ -112,6 +113,7 @@ def _comparison(
     rates: Mapping[str, float], runs: Sequence[Planned], states: Mapping[str, State],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the values of ``comparison.json``: everything that has been found so far."""
+    _check_same_texts([*plan.tuning_runs(), *runs])
     first = next(iter(plan.recipes))
     found = [result for one in runs if (result := results.RunResult.of(one, plan.parameters[one.recipe])) is not None]
     untuned = [
@@ -128,6 +130,17 @@ def _comparison(
         "unfinished": {label: state for label, state in states.items() if state != "finished"},
         "notes": [*edge_notes(plan, rates), *machine_notes(runs, hardware), *untuned],
     }  # fmt: skip
+
+
+def _check_same_texts(planned: Sequence[Planned]) -> None:
+    """Raise ValueError unless all runs that were started read the same texts, as the digests in their sessions say."""
+    read = {str(one["data"]): run.folder for _, _, run in planned for one in read_sessions(run.folder) if "data" in one}
+    if len(read) > 1:
+        first, second, *_ = read.values()
+        raise ValueError(
+            f"runs that are compared must read the same texts; those of {first} and {second} differ, so files have "
+            "changed between them. Choose another --out, or remove the folders of the runs with the earlier texts."
+        )
 
 
 class Pool:

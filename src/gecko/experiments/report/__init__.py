@@ -100,7 +100,7 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     for row in (row for row in ended if "FLOPs" not in row.case):
         inputs.leave_out(row.model.label, "loss by training FLOPs: not known, as where it starts from weights")
     known = [row for row in ended if "FLOPs" in row.case]
-    for group in grouped(known, lambda row: (row.text, row.n)).values():  # on the same held-out rows
+    for group in grouped(known, lambda row: (row.text, row.file.recipe["evaluation"].get("final_rows"))).values():
         drawn, table = figures.compute_part(group)
         pictures, computed = [*pictures, *drawn], [*computed, table]
     pictures += length_pictures(rows)
@@ -125,8 +125,13 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     return [Section("Training", intro.strip(), pictures, tables)]
 
 
-_AS_FAST = ("model", "precision", "compile", "activation_checkpointing", "parallel")
-"""Settings that are equal in models whose speeds are compared by the length of a row."""
+def _as_fast(rows: Sequence[Row]) -> Callable[[str], bool]:
+    """Return whether a setting is equal in models whose speeds are compared by the length of a row: also the rows of a
+    batch, if some of one length have several."""
+    batches = {(row.case["length"], row.file.recipe["batch_size"]) for row in rows}
+    names = {"model", "precision", "compile", "activation_checkpointing", "parallel"}
+    names |= {"batch_size"} if len(batches) > len({length for length, _ in batches}) else set()
+    return lambda key: key.partition(".")[0] in names
 
 
 def length_pictures(rows: Sequence[Row]) -> list[Picture]:
@@ -134,7 +139,7 @@ def length_pictures(rows: Sequence[Row]) -> list[Picture]:
     pictures, measured = [], [row for row in rows if row.score in ("tokens/s", MEMORY)]
     machines = grouped(measured, lambda row: (_place((row.file.sessions or [{}])[-1])[1], row.score))
     for (machine, score), mine in machines.items():
-        found = families(mine, lambda key: key.partition(".")[0] in _AS_FAST)
+        found = families(mine, _as_fast(mine))
         lines = {family: of for family, of in found.items() if len({row.case["length"] for row in of}) > 1}
         if lines:
             figure = length_figure(lines, "length", "length of a training row, tokens", score)
