@@ -117,8 +117,10 @@ def test_without_gradients_nothing_is_kept():
     assert _powers(x.detach(), None, factors, power)[0].grad_fn is None
 
 
-def test_a_backward_pass_without_a_formula_refuses_to_be_differentiated():
+def test_second_derivatives_are_refused_both_ways():
     x, _, factors, power = _given()
-    (grad,) = torch.autograd.grad(_powers(x, None, factors, power)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gecko_tested_twice has first derivatives only"):
+        torch.autograd.grad(_powers(x, None, factors, power)[0].sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(_powers.registered(x, None, factors, power)[0].sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         grad.sum().backward()

@@ -9,7 +9,7 @@ from support.cases import SMALL
 
 import gecko
 from gecko.ops.backends.cpu import CFunction
-from gecko.ops.backends.dispatch import FirstOrder
+from gecko.ops.backends.first_order import FirstOrder
 
 TWICE = {"_OneDNNLinear", "_Transposed"}
 """Functions whose backward pass is made of differentiable operations."""

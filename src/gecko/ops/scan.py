@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import FirstOrder
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import padded
 from gecko.runtime.tensors import to_device
 from gecko.segments import Segments

@@ -26,7 +26,7 @@ from torch import Tensor
 from gecko.inference.pieces import piece_length, pieces
 from gecko.inference.prefill import Prefill, inference
 from gecko.models.gecko import Gecko
-from gecko.ops.backends.dispatch import FirstOrder
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.runtime.tensors import to_device
 from gecko.segments import Clock, ContextExchange, Pending, Segments
 from gecko.state import GeckoState

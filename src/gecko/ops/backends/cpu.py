@@ -35,11 +35,11 @@ from gecko.ops.backends.cpu_library import Name, built, sources
 from gecko.ops.backends.dispatch import (
     CPU_KERNEL_WIDTH,
     PLAIN,
-    FirstOrder,
     cpu_kernels_run_on,
     is_plain_float32,
     products_are_rounded,
 )
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.runtime.private import onednn_linear
 from gecko.runtime.process import processor_field
 

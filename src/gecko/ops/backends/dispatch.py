@@ -47,6 +47,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.runtime.private import dispatch_modes, forward_mode_level, function_transform, tracing_state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -195,26 +196,6 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
-class FirstOrder(torch.autograd.Function):
-    """Function whose ``backward`` computes first derivatives only, and raises RuntimeError for others.
-
-    ``once_differentiable`` would not: it does not see a path around the function and silently omits its share.
-    """
-
-    def __init_subclass__(cls) -> None:
-        backward = cls.backward
-
-        def checked(ctx: Any, *grads: Tensor | None) -> Any:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{cls.__name__} has first derivatives only; got create_graph=True. "
-                    "Try differences of gradients in place of second derivatives."
-                )
-            return backward(ctx, *grads)
-
-        cls.backward = staticmethod(checked)  # type: ignore[method-assign]
-
-
 def blocks(total: int, size: int) -> int:
     """Return the number of blocks of ``size`` that cover ``total``."""
     return -(-total // size)
@@ -255,7 +236,7 @@ class CustomOp:
             return tuple(None if isinstance(x, list) else x for x in parts)
 
         methods = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
-        self._differentiable = type(self._name, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
+        self._differentiable = type(self._name, (FirstOrder,), methods).apply  # type: ignore[attr-defined]
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]

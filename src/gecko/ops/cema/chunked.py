@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import FirstOrder, choose_backend
+from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import compute_dtype, full_precision
 from gecko.ops.scan import ChunkStates, ScanPlan
 from gecko.segments import Segments

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.config import Attention
-from gecko.ops.backends.dispatch import FirstOrder
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.rotary import rotary_frequencies, rotary_phases, rotate
 from gecko.runtime.private import softmax_gradient

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.backends.cpu import CFunction, call, save, saved
-from gecko.ops.backends.dispatch import FirstOrder, choose_backend
+from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import check_shape, empty_contiguous, slices
 
 __all__ = ["gated", "gated_reference", "silu_by_head", "silu_by_head_reference"]

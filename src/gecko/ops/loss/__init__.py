@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.backends.cpu import CFunction, call, linear, packed_weights_run_on, save, saved
-from gecko.ops.backends.dispatch import FirstOrder, choose_backend, on_gpu, products_are_rounded
+from gecko.ops.backends.dispatch import choose_backend, on_gpu, products_are_rounded
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import check_shape, compute_dtype, linear_dtype
 
 IGNORED = -100

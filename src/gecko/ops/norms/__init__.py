@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
-from gecko.ops.backends.dispatch import Backend, FirstOrder, choose_backend
+from gecko.ops.backends.dispatch import Backend, choose_backend
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import check_affine, check_shape, compute_dtype
 
 

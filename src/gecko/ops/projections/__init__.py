@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gecko.ops.backends.cpu import CFunction, call, linear, packed_weights_run_on, save, saved
-from gecko.ops.backends.dispatch import FirstOrder, gpu_functions_run_on, products_are_rounded
+from gecko.ops.backends.dispatch import gpu_functions_run_on, products_are_rounded
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import check_shape, float32_product, from_linear, full_precision, linear_dtype
 
 

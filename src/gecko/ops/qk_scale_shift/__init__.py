@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gecko.ops.backends.cpu import CFunction, call, parts, save, saved
-from gecko.ops.backends.dispatch import FirstOrder, choose_backend
+from gecko.ops.backends.dispatch import choose_backend
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import check_shape, compute_dtype, slices
 from gecko.ops.norms import group_rms_norm, rms_normalise, rms_normalise_grad
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import FirstOrder
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.scan import ScanPlan, decayed_sum
 from gecko.runtime.tensors import TensorRecord, to_device
 from gecko.segments import Segments

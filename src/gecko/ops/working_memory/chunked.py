@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gecko.ops.backends.dispatch import FirstOrder
+from gecko.ops.backends.first_order import FirstOrder
 from gecko.ops.common import common_chunk_offset, padded
 from gecko.ops.working_memory.rules import (
     ChunkSummary,
