@@ -26,7 +26,7 @@ import gecko
 from gecko.data.tokenizers import Tokenizer, load_tokenizer
 from gecko.eval.academic import academic
 from gecko.eval.scored_model import GeckoModel, Predicted
-from gecko.io.model_folder import fingerprint
+from gecko.io.fingerprints import fingerprint
 
 TASKS = ("arc_easy", "piqa", "winogrande", "boolq")
 COLUMNS = ("side", "task", "metric", "value", "low", "high", "items", "seconds", "longest", "limit", "weights")

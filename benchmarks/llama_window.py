@@ -37,7 +37,7 @@ from gecko.data.tokenizers import load_tokenizer
 from gecko.eval.results import standard_error, student
 from gecko.inference import Sampling, TokenStream, read, score
 from gecko.io.files import mend_lines, read_lines
-from gecko.io.model_folder import fingerprint
+from gecko.io.fingerprints import fingerprint
 from gecko.models.gecko import sharing_parameters
 
 BLOCK, MARKS = 512, 20

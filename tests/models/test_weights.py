@@ -15,6 +15,7 @@ from support.cases import tokens
 import gecko
 from gecko.inference import read
 from gecko.inference.decoder import Decoder
+from gecko.inference.prefill import score
 from gecko.io.model_folder import WEIGHTS
 from gecko.io.quantization import plain_tensors, quantize
 from gecko.models import Llama, LlamaConfig, load_any
@@ -252,7 +253,6 @@ def test_what_is_added_to_a_layer_is_in_logits_losses_and_what_is_decoded(layer)
     for model in models:
         torch.testing.assert_close(model(text)[0][0], logits)
         torch.testing.assert_close(model.loss(text[:, :-1], text[:, 1:]), F.cross_entropy(logits[:-1], text[0, 1:]))
-        torch.testing.assert_close(
-            model.token_losses(text[:, :-1], text[:, 1:])[0][0],
-            F.cross_entropy(logits[:-1], text[0, 1:], reduction="none"),
-        )
+        each = F.cross_entropy(logits[:-1], text[0, 1:], reduction="none")
+        torch.testing.assert_close(model.token_losses(text[:, :-1], text[:, 1:])[0][0], each)
+        torch.testing.assert_close(torch.cat([part.losses for part in score(model, [text[0]])]), each)

@@ -28,7 +28,7 @@ from gecko.inference.generate import LlamaPrefill, LlamaStream, prefill_llama, s
 from gecko.inference.pieces import pieces
 from gecko.inference.prefill import inference
 from gecko.io.files import found_at
-from gecko.io.model_folder import fingerprint
+from gecko.io.fingerprints import fingerprint
 from gecko.models import LanguageModel, Llama
 from gecko.models.gecko import Gecko
 from gecko.ops.loss import IGNORED

@@ -20,7 +20,8 @@ from transformers.utils import logging
 from gecko.hf.batch import CACHE, GeckoCache, PaddedBatch, given_cache
 from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
-from gecko.io.model_folder import TIED, stored_weight
+from gecko.io.fingerprints import stored_weight
+from gecko.io.model_folder import TIED
 from gecko.layers import is_bare
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package

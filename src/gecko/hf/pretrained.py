@@ -18,7 +18,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from gecko.hf.configuration import GeckoConfig
 from gecko.io.checkpoints import CHECKPOINTS, model_folder, shipped_folder
 from gecko.io.files import write_text
-from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, check_finite, stored_weight, write_folder
+from gecko.io.fingerprints import stored_weight
+from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, check_finite, write_folder
 from gecko.io.quantization import is_quantized
 from gecko.models.gecko import Gecko
 from gecko.runtime.tensors import meta_device

@@ -16,7 +16,6 @@ from gecko.inference.prefix_cache import Key, PrefixCache
 from gecko.inference.request import PromptScores, Request
 from gecko.inference.sampling import broken_rows, not_finite
 from gecko.models.gecko import Gecko
-from gecko.ops.loss import token_cross_entropy
 from gecko.state import GeckoState
 
 MOST_TOGETHER = 16
@@ -141,7 +140,7 @@ def score(
             inputs, targets = shifted(last, hidden[0], part)
             last, losses = hidden[0, -1:], hidden.new_empty(0)
             if len(targets):
-                losses = token_cross_entropy(inputs, model.head.weight, targets.to(device))
+                losses = model.row_losses(inputs, targets.to(device))
         yield Scored(losses, state)
 
 

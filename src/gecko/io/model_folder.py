@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from gecko.io.files import fitting, found_at, parse_json, read_object, whole_file
-from gecko.io.quantization import plain_tensors, stored_bits
+from gecko.io.fingerprints import hash_of
+from gecko.io.quantization import stored_bits
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 """File names in a model folder."""
@@ -115,7 +116,7 @@ def write_folder(
         "config": json.dumps(config.to_dict()),
     }
     if shards:
-        metadata["weights"] = _hash(kept.items())  # so that files of different models are known
+        metadata["weights"] = hash_of(kept.items())  # so that files of different models are known
     files = {_SHARD.format(i + 1, len(shards)): names for i, names in enumerate(shards)} or {WEIGHTS: list(kept)}
     with ExitStack() as stack:  # no file is replaced before all are written
         for file, names in files.items():
@@ -265,54 +266,9 @@ def fill(model: Any, weights: Mapping[str, Tensor]) -> None:
     model.tie()
 
 
-def fingerprint(model: nn.Module, tied: Sequence[str] = ()) -> str:
-    """Return a hash of the weights, 16 hexadecimal digits, that changes if any weight changes.
-
-    It hashes the sum of every row of every parameter, so that a large model takes seconds. ``tied`` names two
-    parameters that are one tensor, though accelerate may have separated them; the first is left out if they are equal.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    if {*tied} <= {*names} and len({_hash([("", stored_weight(model, name))]) for name in tied}) == 1:
-        names.remove(tied[0])
-    return _hash((name, stored_weight(model, name)) for name in names)
-
-
-def _hash(weights: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, weight in weights:
-        digest.update(name.encode())
-        for tensor in plain_tensors(weight):
-            digest.update(_row_sums(tensor.detach()).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Return whether the values are equal; those of ``one``, if it is on the meta device, are the other's."""
     return one.is_meta or one.data_ptr() == other.data_ptr() or torch.equal(one, other.to(one.device))
-
-
-def stored_weight(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter; if accelerate has offloaded it, from the hook of its module or a parent that holds it."""
-    path = name.split(".")
-    # Not get_parameter: torch.func.functional_call lends tensors that are no nn.Parameter.
-    weight: Tensor = getattr(model.get_submodule(".".join(path[:-1])), path[-1])
-    for depth in reversed(range(len(path) if weight.is_meta else 0)):
-        hook = getattr(model.get_submodule(".".join(path[:depth])), "_hf_hook", None)
-        for part in getattr(hook, "hooks", (hook,)):
-            stored = getattr(part, "weights_map", None)
-            if stored is not None and (rest := ".".join(path[depth:])) in stored:
-                found: Tensor = stored[rest]
-                return found
-    return weight
-
-
-def _row_sums(tensor: Tensor) -> Tensor:
-    """Return the sums of a matrix's rows, or the elements of a vector, as int32, at memory bandwidth."""
-    # The bits of the floats are added as integers, so the result depends neither on an order of sums nor on the device.
-    rows = len(tensor) if tensor.dim() > 1 else tensor.numel()
-    parts = tensor.reshape(rows, -1).split(max(1, 2**18 * rows // max(1, tensor.numel())))  # stay in the cache
-    wide = (part if part.dtype == torch.float64 else part.float() for part in parts)
-    return torch.cat([part.view(torch.int32).sum(1, dtype=torch.int32) for part in wide])
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

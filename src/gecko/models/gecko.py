@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from gecko.config import GeckoConfig
 from gecko.io.checkpoints import model_folder
+from gecko.io.fingerprints import fingerprint as fingerprint_of
 from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fitted, float_dtype, read_folder, write_folder
-from gecko.io.model_folder import fingerprint as fingerprint_of
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm, block_norm, embedding_, is_bare, project
 from gecko.layers.gated_attention import GatedAttention, MixerState
@@ -156,10 +156,13 @@ class Gecko(nn.Module):
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Return the cross-entropy of every token in nats, (B, T), 0 for ignored targets, and the state."""
         hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
-        rows, flat = hidden.flatten(0, 1), targets.flatten()
-        plain = is_bare(self.head, bias=False)
-        losses = token_cross_entropy(rows, self.head.weight, flat) if plain else self._losses(rows, flat)
-        return losses.view(tokens.shape), state
+        return self.row_losses(hidden.flatten(0, 1), targets.flatten()).view(tokens.shape), state
+
+    def row_losses(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of hidden states (N, D) in nats, (N,), 0 for ignored targets; without gradients."""
+        if is_bare(self.head, bias=False):
+            return token_cross_entropy(rows, self.head.weight, targets)
+        return self._losses(rows, targets)
 
     def hidden(
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,

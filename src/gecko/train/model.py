@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from gecko.data import ByteTokenizer, load_tokenizer
 from gecko.data.tokenizers import known_tokenizer
 from gecko.io.checkpoints import model_folder
-from gecko.io.model_folder import fingerprint, reading, stored_prefix
+from gecko.io.fingerprints import fingerprint
+from gecko.io.model_folder import reading, stored_prefix
 from gecko.io.quantization import is_quantized
 from gecko.models import LanguageModel, build_model, load_any, meta_model
 from gecko.models.gecko import Block
