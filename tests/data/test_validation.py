@@ -98,6 +98,7 @@ def test_what_is_trained_on_is_not_held_out(
     with pytest.raises(ValueError, match=r"data\.validation must hold other texts") as caught:
         opened("ignored" if mixed else source, held_out, sources=(f"{source}=1",) if mixed else ())
     assert str(tmp_path / named) in str(caught.value)
+    assert ("from a file with the same bytes" in str(caught.value)) == (validation == "copies")
     assert ("and 1 more" in str(caught.value)) == ("[35]" in validation)
 
 

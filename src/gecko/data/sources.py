@@ -250,11 +250,13 @@ def check_apart(validation: str, training: Iterable[str]) -> None:
     Files are compared by their resolved paths, and by content: copies may be ``COPIED`` of the held-out bytes.
     """
     held_out, trained = _things(validation), {thing for source in training for thing in _things(source)}
-    if shared := sorted(held_out & trained) or _copies(held_out, trained):
+    named = sorted(held_out & trained)
+    if shared := named or _copies(held_out, trained):
         more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        too = "too" if named else "too, from a file with the same bytes"
         raise ValueError(
             f"data.validation must hold other texts than those trained on; got {validation!r}, of which {shared[0]}"
-            f"{more} would be trained on too. Keep held-out files in a folder of their own, or name the training "
+            f"{more} would be trained on {too}. Keep held-out files in a folder of their own, or name the training "
             "files with a glob that leaves them out."
         )
 

@@ -177,7 +177,10 @@ def make_plan(run: Run, gpus: int, gpu: GPU, assumptions: Assumptions) -> Plan:
     """Estimate ``run`` on ``gpus`` GPUs. Raise ValueError if the product of ``run.parallel`` is not ``gpus``, or the
     batch cannot be divided among them, or ``run`` trains adapters."""
     if run.lora_rank is not None:
-        raise ValueError(f"gecko plan estimates runs that train all weights; got lora_rank={run.lora_rank}.")
+        raise ValueError(
+            f"gecko plan estimates runs that train all weights; got lora_rank={run.lora_rank}. With lora_rank=none the "
+            "plan is of a run that needs more memory."
+        )
     for name, value in vars(assumptions).items():
         if not 0 < value <= 1:
             raise ValueError(f"--{name} is a fraction and must lie between 0 and 1; got {value}.")

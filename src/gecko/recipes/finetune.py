@@ -18,6 +18,7 @@ from gecko.io.model_folder import CONFIG
 from gecko.models import load_config
 from gecko.recipes import apply_overrides
 from gecko.train import DataSettings, OptimizerSettings, Run, SampleSettings, ScheduleSettings
+from gecko.train.data import template_folder
 from gecko.train.settings import current_override
 
 SHORTEST, LONGEST = 256, 4096
@@ -82,9 +83,10 @@ def finetuning_run(
     if "minutes" in given and "steps" not in given:
         given, overrides = {*given, "steps"}, [*overrides, "steps=none"]
     run = apply_overrides(run, overrides)
+    rows = _rows(run, corpus)
     if "batch_size" not in given:
-        run = replace(run, batch_size=min(run.batch_size, _rows(run, corpus)))
-    steps = _steps(run, corpus, epochs)
+        run = replace(run, batch_size=min(run.batch_size, rows))
+    steps = _steps(run, rows, epochs)
     if "steps" not in given:
         run = replace(run, steps=steps)
     often = 100 if run.steps is None else max(1, run.steps // 5)
@@ -97,10 +99,9 @@ def finetuning_run(
 
 def with_epochs(run: Run, epochs: float) -> Run:
     """Return a run of ``finetuning_run`` that reads each chat ``epochs`` times in all; errors are the same."""
-    assert run.init_from is not None
-    chat_format = tuning_format(load_tokenizer(run.data.tokenizer), model_folder(run.init_from))
-    corpus = ChatCorpus.build(read_chats(run.data.source), chat_format)
-    return apply_overrides(run, [f"steps={_steps(run, corpus, epochs)}"])
+    chat_format = tuning_format(load_tokenizer(run.data.tokenizer), template_folder(run))
+    rows = _rows(run, ChatCorpus.build(read_chats(run.data.source), chat_format))
+    return apply_overrides(run, [f"steps={_steps(run, rows, epochs)}"])
 
 
 def _rows(run: Run, corpus: ChatCorpus) -> int:
@@ -111,8 +112,8 @@ def _rows(run: Run, corpus: ChatCorpus) -> int:
     return ChatRows(training, run.sequence_length, run.seed).rows_per_epoch
 
 
-def _steps(run: Run, corpus: ChatCorpus, epochs: float) -> int:
-    """Return the least number of steps that read each chat ``epochs`` times."""
+def _steps(run: Run, rows: int, epochs: float) -> int:
+    """Return the least number of steps that read each chat ``epochs`` times; an epoch has ``rows`` rows."""
     if not 0 < epochs <= MOST_EPOCHS:
         raise ValueError(f"epochs must be above 0 and at most {MOST_EPOCHS:,}; got {epochs:g}. Try 3.")
-    return max(1, bisect_left(range(sys.maxsize), epochs * _rows(run, corpus), key=run.rows_before))
+    return max(1, bisect_left(range(sys.maxsize), epochs * rows, key=run.rows_before))

@@ -147,11 +147,9 @@ def _load_tokenizer(run: Run, console: Console, layout: int) -> Tokenizer:
 
 def _load_chats(run: Run, ranks: Ranks, layout: int, started: datetime) -> RunData:
     """Read, tokenize and split chats. Rows hold whole chats; the loss is on the assistant's answers."""
-    console, folder = ranks.console, run.tokenizer_folder
+    console = ranks.console
     tokenizer = _load_tokenizer(run, console, layout)
-    if run.init_from is not None and not (folder / TEMPLATE).is_file():  # else the one the run was begun with
-        folder = model_folder(run.init_from)
-    chat_format = tuning_format(tokenizer, folder, started)
+    chat_format = tuning_format(tokenizer, template_folder(run), started)
     training, held_out, digest, divided = _split_chats(run, chat_format, console, layout)
     console.print(
         f"training: {len(training):,} chats, {training.num_tokens:,} tokens, of which {training.trained_tokens:,} are "
@@ -175,6 +173,12 @@ def _load_chats(run: Run, ranks: Ranks, layout: int, started: datetime) -> RunDa
         DataRecord(digest, layout, started.isoformat()), SamplePrompt(text, ids, chat_format.stop_ids, "\n\n"),
         chat_format.text,
     )  # fmt: skip
+
+
+def template_folder(run: Run) -> Path:
+    """Return the folder of the template that a run was begun with, or else of the model that it starts from."""
+    own = run.tokenizer_folder
+    return own if run.init_from is None or (own / TEMPLATE).is_file() else model_folder(run.init_from)
 
 
 def _split_chats(

@@ -100,7 +100,7 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
     for row in (row for row in ended if "FLOPs" not in row.case):
         inputs.leave_out(row.model.label, "loss by training FLOPs: not known, as where it starts from weights")
     known = [row for row in ended if "FLOPs" in row.case]
-    for group in grouped(known, lambda row: (row.text, row.file.recipe["evaluation"].get("final_rows"))).values():
+    for group in grouped(known, _held_out_rows).values():
         drawn, table = figures.compute_part(group)
         pictures, computed = [*pictures, *drawn], [*computed, table]
     pictures += length_pictures(rows)
@@ -123,6 +123,11 @@ def training_section(rows: Sequence[Row], inputs: Inputs) -> list[Section]:
         *computed, published_table("training_loss"),
     ]  # fmt: skip
     return [Section("Training", intro.strip(), pictures, tables)]
+
+
+def _held_out_rows(row: Row) -> tuple[Any, ...]:
+    """Return what says on which rows a model was tested. Their tokens may differ by seed."""
+    return row.text, row.file.recipe.get("evaluation", {}).get("final_rows")
 
 
 def _as_fast(rows: Sequence[Row]) -> Callable[[str], bool]:
