@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from support import cases, laws
 
+from gecko.layers import CEMA
 from gecko.ops.cema import CEMACoefficients, cema
 from gecko.ops.cema.chunked import chunk_tables
+from gecko.segments import Segments
 
 # ---- CEMA satisfies the laws.
 
@@ -99,3 +103,24 @@ def test_short_convolution(operator, law, case):
 @pytest.mark.parametrize("operator", cases.CONVOLUTIONS, ids=str)
 def test_short_convolution_gradients_are_numerical(operator, case):
     laws.gradients_are_numerical(operator, case)
+
+
+def test_padding_stays_padding_with_gradients():
+    """A layout that was built without gradients may be used with them."""
+    generator = torch.Generator().manual_seed(3)
+    x, parameters = torch.randn(2, 5, 4, generator=generator), torch.randn(3, 4, 3, generator=generator)
+    alpha, delta, gamma = parameters
+    coefficients = CEMACoefficients.from_parameters(alpha, delta, torch.zeros(4), torch.stack([gamma, gamma], -1))
+    with torch.no_grad():
+        segments = Segments.build(2, 5, lengths=torch.tensor([5, 2]))
+        _, expected = cema(x, coefficients, segments=segments)
+    _, found = cema(x.requires_grad_(), coefficients, segments=segments)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[1:], cema(x[1:, :2], coefficients)[1])
+
+
+def test_weights_in_sixteen_bits_are_widened_before_they_are_computed_with():
+    torch.manual_seed(0)
+    layer = CEMA(8, 3, "identity").bfloat16()
+    found, expected = layer.coefficients(), copy.deepcopy(layer).float().coefficients()
+    assert torch.equal(found.output, expected.output)

@@ -104,6 +104,16 @@ def test_chunks_as_large_as_in_practice(attention):
         torch.testing.assert_close(got, exact)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_query_does_not_see_cannot_reach_it(chunk, dtype):
+    """Not even as 0 · NaN, from the chunk before."""
+    q, k, v = torch.randn(3, 1, 2, 4 * chunk, 16, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    v[:, :, :chunk] = torch.nan
+    out, _ = chunk_attention(q, k, v, Pattern(chunk, "chunk", rope_heads=0))
+    assert out[:, :, chunk:].isfinite().all() and out[:, :, 0].isnan().all()
+
+
 def test_attention_gives_finite_gradients_for_huge_scores():
     q, k, v = (x.float().requires_grad_() for x in _inputs(20))
     out, _ = chunk_attention(1e3 * q, 1e3 * k, v, Pattern(C))

@@ -237,6 +237,15 @@ def test_what_frozen_layers_read_is_not_kept():
     torch.testing.assert_close(grad, weight.sum(0).expand(300, 32))
 
 
+@pytest.mark.parametrize("change", [torch._neg_view, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)])
+def test_gradients_may_come_in_any_layout(change):
+    x, grad = normal(2, 5, 8).requires_grad_(), normal(2, 5, 8, seed=1)
+    for y in (silu_by_head(x, 2), swiglu(x, x)):
+        given = grad.reshape(y.shape)
+        (got,), (wanted,) = (torch.autograd.grad(y, x, each, retain_graph=True) for each in (change(given), given))
+        torch.testing.assert_close(got, -wanted if change is torch._neg_view else wanted)
+
+
 @pytest.mark.usefixtures("few_tokens")
 def test_second_derivatives_are_refused():
     x, weight, targets = normal(300, 32).requires_grad_(), _weight(32, 32).requires_grad_(), torch.arange(300) % 32

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support import cases, laws
 
 from gecko.ops.timestep_norm import Statistics, timestep_norm
+from gecko.segments import Segments
 
 BETAS = (0.999, 0.9999)
 EPS = 1e-5
@@ -87,3 +88,17 @@ def test_small_weights_in_sixteen_bits_are_not_rounded_away(length: int) -> None
     exact, _ = timestep_norm(x, weight, 0 * weight, Statistics(3, BETAS, EPS))
     y, _ = timestep_norm(x, weight.bfloat16(), 0 * weight.bfloat16(), Statistics(3, BETAS, EPS))
     torch.testing.assert_close(y, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("betas", [BETAS, None])
+def test_padding_stays_padding_with_gradients(betas: tuple[float, float] | None) -> None:
+    """Also in the backward pass. A layout that was built without gradients may be used with them."""
+    x = _texts(2, 5, 48).float().requires_grad_()
+    with torch.no_grad():
+        segments = Segments.build(2, 5, lengths=torch.tensor([5, 2]))
+    _, padded = timestep_norm(x, None, None, Statistics(3, betas, EPS), segments=segments)
+    _, alone = timestep_norm(x[1:, :2], None, None, Statistics(3, betas, EPS))
+    torch.testing.assert_close(padded.variance[1:], alone.variance)
+    sums = (variance.square().sum() for variance in (padded.variance[1:], alone.variance))
+    found, expected = (torch.autograd.grad(of, x)[0][1] for of in sums)
+    torch.testing.assert_close(found, expected)
