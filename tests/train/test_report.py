@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from support.corpora import as_shards
 
-from gecko.config import PRESETS
+from gecko.config import PRESETS, Attention
 from gecko.data import ShardFolder
 from gecko.data.packing import ROW_LAYOUT
 from gecko.data.shards import ShardedRows, SplitShards
@@ -304,7 +304,22 @@ def test_flops_are_six_a_parameter_and_what_attention_and_memory_add(name: str) 
     flops = flops_per_token(config, 1024)
     assert 6 * matrices < flops < 6 * matrices * 2
     window_gone = replace(config, memory="none", chunk_size=1, attention="chunk")
-    assert flops_per_token(window_gone, 1024) == pytest.approx(6 * matrices, rel=1e-3)
+    of_one_key = config.num_layers * (config.key_dim + config.value_dim)
+    assert flops_per_token(window_gone, 1024) == 6 * (matrices + of_one_key)
+
+
+@pytest.mark.parametrize("length", [1, 5, 8, 13, 16, 37])
+@pytest.mark.parametrize("attention", get_args(Attention))
+def test_attention_needs_the_keys_that_each_query_sees(attention: Attention, length: int) -> None:
+    config = replace(PRESETS["tiny"], attention=attention, chunk_size=8)
+    first = {
+        "chunk": lambda i: i // 8 * 8, "sliding_chunk": lambda i: max(0, i // 8 - 1) * 8,
+        "sliding_window": lambda i: max(0, i - 7),
+    }[attention]  # fmt: skip
+    keys = sum(i + 1 - first(i) for i in range(length)) / length
+    one_key = 6 * config.num_layers * (config.key_dim + config.value_dim)
+    alone = flops_per_token(replace(config, attention="chunk", chunk_size=1), length)
+    assert flops_per_token(config, length) - alone == pytest.approx(one_key * (keys - 1))
 
 
 def test_weights_and_biases_gets_every_number_and_the_run_keeps_its_name(

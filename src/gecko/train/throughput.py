@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gecko.config import GeckoConfig
 from gecko.models import LlamaConfig, ModelConfig, meta_model
 from gecko.ops.backends import cpu as native
 from gecko.runtime.private import has_bfloat16_products, has_bfloat16_tiles
@@ -96,11 +97,22 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     if isinstance(config, LlamaConfig):
         mixing = config.num_layers * 2 * config.model_dim * length / 2
     else:
-        keys = {"chunk": 0.5, "sliding_window": 1.0, "sliding_chunk": 1.5}[config.attention] * config.chunk_size
+        keys = _mean_keys(config, length)
         maps = {"adaptive": 3, "orthogonal": 3, "linear": 2, "none": 0}[config.memory]
         memory = maps * config.key_dim * config.value_head_dim
         mixing = config.num_layers * ((config.key_dim + config.value_dim) * keys + memory)
     return 3 * 2 * (sum(linear_products(config)) + mixing)
+
+
+def _mean_keys(config: GeckoConfig, length: int) -> float:
+    """Return the mean number of keys that a query of a row of ``length`` tokens attends to, without sinks."""
+    chunk, first = config.chunk_size, min(length, config.chunk_size)
+    pairs = first * (first + 1) / 2 + chunk * (length - first)  # of a sliding window
+    if config.attention != "sliding_window":
+        whole, rest = divmod(length, chunk)
+        before = chunk * (length - first) * (config.attention == "sliding_chunk")
+        pairs = (whole * chunk * (chunk + 1) + rest * (rest + 1)) / 2 + before
+    return pairs / length
 
 
 @lru_cache(maxsize=4)
