@@ -270,3 +270,12 @@ def test_damage_of_several_files_is_noticed(damage, tmp_path):
     damage(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=DAMAGES[damage]):
         gecko.load(tmp_path)
+
+
+def test_transformers_refuses_files_of_two_models(tmp_path):
+    GeckoForCausalLM(GeckoConfig.of(cases.SMALL)).save_pretrained(tmp_path / "own", max_shard_size="32KB")
+    GeckoForCausalLM.from_pretrained(tmp_path, subfolder="own")
+    file_of_other_weights(tmp_path / "own")
+    for given in ({"subfolder": "own"}, {}):
+        with pytest.raises(ValueError, match="must be of one model"):
+            GeckoForCausalLM.from_pretrained(tmp_path if given else tmp_path / "own", **given)

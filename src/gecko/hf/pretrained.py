@@ -19,7 +19,7 @@ from gecko.hf.configuration import GeckoConfig
 from gecko.io.checkpoints import CHECKPOINTS, model_folder, shipped_folder
 from gecko.io.files import write_text
 from gecko.io.fingerprints import stored_weight
-from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, check_finite, write_folder
+from gecko.io.model_folder import CONFIG, FORMAT, TIED, Layout, check_finite, check_shards, write_folder
 from gecko.io.quantization import is_quantized
 from gecko.models.gecko import Gecko
 from gecko.runtime.tensors import meta_device
@@ -135,7 +135,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         weights; and with ``output_loading_info``, which names them.
 
         Raises:
-            ValueError: parameters are missing, unexpected, or of another shape.
+            ValueError: parameters are missing, unexpected, of another shape, or of several models.
         """
         named = args[0] if args else None
         if named is not None and (Path(named, CHECKPOINTS).is_dir() or shipped_folder(named) is not None):
@@ -144,6 +144,7 @@ class GeckoPreTrainedModel(PreTrainedModel):
         kwargs.setdefault("key_mapping", {rf"^({parts})\.": r"gecko.\1."})
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
+        check_shards(Path(model.name_or_path, kwargs.get("subfolder", "")))
         check_finite(model.name_or_path, {name: x for name, x in model.named_parameters() if not x.is_meta})
         if output_loading_info:
             return model, info

@@ -140,21 +140,26 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("model*.safetensors") if _WEIGHT_FILE.fullmatch(path.name))
 
 
+def _places(folder: Path) -> dict[str, str]:
+    """Return the file of every weight of a folder with an index; of one with a single file nothing."""
+    if not (folder / INDEX).is_file():
+        return {}
+    if (folder / WEIGHTS).exists():
+        raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
+    places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {REMEDY}")
+    if strange := [file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))]:
+        raise ValueError(
+            f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange[0]!r}."
+        )
+    return places
+
+
 def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a folder's weights file or files, by their names there, and the metadata."""
-    places: Any = {}
-    if (folder / INDEX).is_file():
-        if (folder / WEIGHTS).exists():
-            raise ValueError(f"{folder} must hold one model; it holds {WEIGHTS} and {INDEX}. Remove the older one.")
-        places = read_object(folder / INDEX, "the names of weights files").get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise ValueError(f"{folder / INDEX} must map names to files under weight_map; it does not. {REMEDY}")
-        if strange := [file for file in places.values() if not _WEIGHT_FILE.fullmatch(str(file))]:
-            raise ValueError(
-                f"{folder / INDEX} must name files of its own folder, as {_SHARD.format(1, 2)}; got {strange[0]!r}."
-            )
+    places = _places(folder)
     tensors: dict[str, Tensor] = {}
-    every = []
     for file in sorted(set(places.values())) or [WEIGHTS]:
         found, metadata = load_tensors(folder / file)
         kind = metadata.get("gecko", metadata.get("format", "another file"))
@@ -163,10 +168,21 @@ def _read_weights(folder: Path, expected: str) -> tuple[dict[str, Tensor], dict[
         if places and found.keys() != {name for name, place in places.items() if place == file}:
             raise ValueError(f"{folder / file} must hold the weights that {INDEX} lists; it holds others.")
         tensors |= found
-        every.append(metadata)
-    if any(metadata != every[0] for metadata in every):
+    check_shards(folder)
+    return tensors, metadata
+
+
+def check_shards(folder: Path) -> None:
+    """Raise ValueError if the weights files that a folder's index lists are, by their metadata, of several models."""
+    files = sorted({folder / file for file in _places(folder).values()})
+    known = [{name: value for name, value in _metadata(file).items() if name != DIGEST} for file in files]
+    if any(metadata != known[0] for metadata in known):
         raise ValueError(f"the files that {folder / INDEX} lists must be of one model; they are of different ones.")
-    return tensors, every[0]
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with reading(path), safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
 
 
 def read_folder(folder: str | Path, kind: type[C], layout: Layout) -> tuple[C, dict[str, Tensor]]:
