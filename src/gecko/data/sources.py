@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gecko.data.readers import decode_text, format_of, read_file, text_field
-from gecko.data.shards import is_shard_folder
+from gecko.data.shards import Manifest, is_shard_folder
 from gecko.runtime.process import cached_data_sets_without_network, require
 
 STDLIB = "stdlib"  # name of the source that reads the .py files of the Python standard library
@@ -287,8 +287,13 @@ def check_disjoint(mixture: Iterable[str]) -> None:
 
 
 def _things(source: str) -> set[str]:
+    """Return the names of a source's files and data sets, for shards also those of their own sources that exist."""
     if is_shard_folder(source):
-        return {str(Path(source).expanduser().resolve())}
+        folder, things = Path(source).expanduser().resolve(), set[str]()
+        for text in {shard.source for shard in Manifest.load(folder).shards}:
+            with suppress(OSError, ValueError):
+                things |= _things(text)
+        return {str(folder), *things}
     parts = [part for _, found in find_sources(source) for part in found]
     if source.startswith(HUGGING_FACE):
         return {f"{part.name} ({part.config or 'default'}, {part.split})" for part in parts}
