@@ -23,7 +23,8 @@ settings needed all seeds. When seed 0 of the Llama had a lower loss at each hig
 either size, and 0.001 left out at 1 M.
 
 **Two processors.** Only runs of one seed and one processor are compared. A seed that ran on several counts once: its
-difference is the mean of theirs.
+difference is the mean of theirs. On 29 November, after the runs, was added: two settings of a Llama that ran on
+different processors are compared by their differences from the Gecko of the same seed and processor.
 """
 
 from __future__ import annotations
@@ -260,13 +261,23 @@ def tuning_losses(names: Iterable[str]) -> tuple[list[int], dict[str, float]]:
 
 
 def contenders(names: Iterable[str]) -> list[str]:
-    """Return the models that no other is ahead of on the tuning novels by more than the margin, by the runs that both
-    have; of a model whose training diverged, nothing is."""
-    found = {name: losses for name in names if (losses := losses_of(name, ["tuning_novels"]))}
+    """Return the models that no other is ahead of on the tuning novels by more than the margin; of a model whose
+    training diverged, nothing is.
+
+    Two models are compared by the runs that both have. If no processor trained both, they are compared by seed, each
+    less the Gecko of the same run.
+    """
+    tuning = ["tuning_novels"]
+    found = {name: losses for name in names if (losses := losses_of(name, tuning))}
     found = {name: losses for name, losses in found.items() if np.isfinite([*losses.values()]).all()}
 
+    def less_gecko(name: str) -> dict[Ran, NDArray[np.float64]]:
+        pairs = _pairs(name, MODELS[name].base, tuning)
+        return {Ran(seed, ""): mean for seed, mean in zip(seeds_of(pairs), _by_seed(pairs), strict=True)}
+
     def behind(one: str, other: str) -> float:
-        mine, its = found[one], found[other]
+        apart = found[one].keys().isdisjoint(found[other])
+        mine, its = (less_gecko(name) if apart else found[name] for name in (one, other))
         shared = {run: np.subtract(mine[run], its[run]) for run in mine if run in its}
         return float(np.mean(_by_seed(shared))) if shared else 0.0
 
@@ -313,9 +324,9 @@ def contrast(name: str, base: str) -> Contrast | None:
     return Contrast(over_seeds_and_documents(differences), len(differences), other_code)
 
 
-def _pairs(name: str, base: str) -> dict[Ran, NDArray[np.float64]]:
+def _pairs(name: str, base: str, columns: Sequence[str] = TEST) -> dict[Ran, NDArray[np.float64]]:
     """Return the losses of a model less those of ``base``, by run."""
-    one, other = losses_of(name), losses_of(base)
+    one, other = losses_of(name, columns), losses_of(base, columns)
     return {run: np.subtract(one[run], other[run]) for run in one if run in other}
 
 

@@ -172,6 +172,20 @@ def test_settings_are_compared_by_the_runs_that_two_of_them_have(results: Path) 
     assert ladder.contenders(names) == [best, high] and ladder.missing(names, gecko) == 1, "the second seed of one"
 
 
+def test_settings_of_different_processors_are_compared_by_their_differences_from_gecko(results: Path) -> None:
+    """The processor whose losses are all lower does not decide."""
+    one, other, third, *_ = ladder.BASELINES[ladder.LLAMA, "4 M"][0]
+    for processor, level in (("x", 1.0), ("y", 2.0)):
+        add(ladder.GECKO_4M, 0, 1.3, level, processor=processor)
+    add(one, 0, 1.5, 1.2, processor="x")
+    add(other, 0, 1.5, 2.1, processor="y")
+    assert ladder.contenders([one, other]) == [other]
+    add(third, 0, 1.5, 0.1, processor="z")  # beside no Gecko
+    assert ladder.contenders([one, other, third]) == [other, third]
+    add(one, 0, 1.5, 2.0, processor="y")
+    assert ladder.contenders([one, other]) == [one], "by the runs that both have"
+
+
 def test_no_verdict_at_an_end_of_the_rates_nor_of_a_run_that_diverged(results: Path) -> None:
     """What held by the rule before stays told, and pairs of different code are marked."""
     tuning = {ladder.GATED: 1.1, ladder.SLOWER: 1.2, ladder.FASTER: 1.0}
