@@ -1,6 +1,7 @@
 """Held-out documents, plain texts, and what needs extra packages."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +101,14 @@ def test_what_is_trained_on_is_not_held_out(
         opened("ignored" if mixed else source, held_out, sources=(f"{source}=1",) if mixed else ())
     assert str(tmp_path / named) in str(caught.value)
     assert ("from a file with the same bytes" in str(caught.value)) == (validation == "copies")
-    assert ("and 1 more" in str(caught.value)) == ("[35]" in validation or "shards" in validation)
+    assert ("and 1 more" in str(caught.value)) == ("[35]" in validation)
+
+
+def test_a_file_that_was_written_after_the_shards_of_its_place_is_held_out(folders: tuple[Path, Path]) -> None:
+    shards, path = as_shards(TRAINED, folders[0]), Path(as_lines(HELD_OUT, folders[0]))
+    later = (folders[0] / "shards" / "manifest.json").stat().st_mtime + 10
+    os.utime(path, (later, later))
+    assert opened(shards, str(path)).held_out_documents == len(HELD_OUT)
 
 
 @pytest.mark.parametrize("validation", ["hf:wiki:train", "hf:wiki:default:train"])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gecko.data.readers import decode_text, format_of, read_file, text_field
-from gecko.data.shards import Manifest, is_shard_folder
+from gecko.data.shards import MANIFEST, Manifest, is_shard_folder
 from gecko.runtime.process import cached_data_sets_without_network, require
 
 STDLIB = "stdlib"  # name of the source that reads the .py files of the Python standard library
@@ -249,7 +249,8 @@ def check_apart(validation: str, training: Iterable[str]) -> None:
 
     Files are compared by their resolved paths, and by content: copies may be ``COPIED`` of the held-out bytes.
     """
-    held_out, trained = _things(validation), {thing for source in training for thing in _things(source)}
+    held_out = _things(validation)
+    trained = {thing for source in training for thing in _things(source) | _tokenized(source)}
     named = sorted(held_out & trained)
     if shared := named or _copies(held_out, trained):
         more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
@@ -287,13 +288,24 @@ def check_disjoint(mixture: Iterable[str]) -> None:
 
 
 def _things(source: str) -> set[str]:
-    """Return the names of a source's files and data sets, for shards also those of their own sources that exist."""
     if is_shard_folder(source):
-        folder, things = Path(source).expanduser().resolve(), set[str]()
-        for text in {shard.source for shard in Manifest.load(folder).shards}:
-            with suppress(OSError, ValueError):
-                things |= _things(text)
-        return {str(folder), *things}
+        return {str(Path(source).expanduser().resolve())}
+    return _texts(source)
+
+
+def _tokenized(source: str) -> set[str]:
+    """Return what shards were made of, as far as it is still there; files that changed after that are other texts."""
+    if not is_shard_folder(source):
+        return set()
+    folder, found = Path(source).expanduser(), set[str]()
+    made = (folder / MANIFEST).stat().st_mtime
+    for spec in {shard.source for shard in Manifest.load(folder).shards}:
+        with suppress(OSError, ValueError):
+            found |= {x for x in _texts(spec) if not os.path.isfile(x) or os.path.getmtime(x) <= made}
+    return found
+
+
+def _texts(source: str) -> set[str]:
     parts = [part for _, found in find_sources(source) for part in found]
     if source.startswith(HUGGING_FACE):
         return {f"{part.name} ({part.config or 'default'}, {part.split})" for part in parts}
