@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from functools import partialmethod
@@ -22,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import gecko
 from gecko.config import GeckoConfig
 from gecko.data import IGNORED
+from gecko.inference.generate import score_llama
 from gecko.models import PRESETS, Llama, LlamaConfig, build_model, find_preset, llama, load_any, load_config, meta_model
 from gecko.models.gecko import Gecko
 from gecko.models.llama import NAMES
@@ -142,6 +144,21 @@ def test_bfloat16_is_near_float32_and_keeps_norms_in_it(model: Llama) -> None:
     expected = model.loss(tokens[:, :-1], tokens[:, 1:], packed([10, 13]).expand(2, -1))
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=0.02)
     assert all(bool(parameter.grad.isfinite().all()) for parameter in single.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_added_to_the_head_is_in_its_losses(model: Llama, hooked: bool) -> None:
+    model, tokens = copy.deepcopy(model), random_tokens(1, LENGTH + 1)
+    added = torch.linspace(-1, 1, model.config.vocab_size, dtype=torch.float64)
+    if hooked:
+        model.lm_head.register_forward_hook(lambda module, inputs, output: output + added)
+    else:
+        model.lm_head.bias = torch.nn.Parameter(added)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    each = F.cross_entropy(model(inputs)[0], targets[0], reduction="none").detach()
+    torch.testing.assert_close(model.loss(inputs, targets).detach(), each.mean())
+    torch.testing.assert_close(model.token_losses(inputs, targets)[0][0], each)
+    torch.testing.assert_close(torch.cat([*score_llama(model, [tokens[0]])]), each)
 
 
 def test_saved_and_loaded_it_is_the_same(model: Llama, tmp_path: Path) -> None:

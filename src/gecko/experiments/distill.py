@@ -252,7 +252,7 @@ def logit_loss(teacher: Gecko, student: Gecko, tokens: Tensor, begin: int) -> Te
     theirs, ours = (model.hidden(tokens)[0][:, begin:].flatten(0, 1).split(PIECE) for model in (teacher, student))
 
     def divergence(theirs: Tensor, ours: Tensor) -> Tensor:
-        p, q = (F.linear(hidden, student.head.weight).float().log_softmax(-1) for hidden in (theirs, ours))
+        p, q = (student.head(hidden).float().log_softmax(-1) for hidden in (theirs, ours))
         return F.kl_div(q, p, log_target=True, reduction="sum")
 
     parts = [checkpoint(divergence, p, q, use_reentrant=False) for p, q in zip(theirs, ours, strict=True)]

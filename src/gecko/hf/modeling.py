@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import GenerationMixin, modeling_outputs
@@ -22,7 +21,7 @@ from gecko.hf.configuration import GeckoConfig
 from gecko.hf.pretrained import SCORE, GeckoPreTrainedModel
 from gecko.io.fingerprints import stored_weight
 from gecko.io.model_folder import TIED
-from gecko.layers import is_bare
+from gecko.layers.head import head_loss
 from gecko.models.gecko import Block, Gecko
 from gecko.ops.backends.dispatch import is_package
 from gecko.ops.loss import IGNORED, linear_cross_entropy
@@ -236,12 +235,10 @@ class GeckoForCausalLM(GeckoPreTrainedModel, GenerationMixin):
         """Return the mean loss of the targets, or their sum over ``num_items``, with adapters and hooks of the head."""
         head, rows, flat = self.model.gecko.head, hidden.flatten(0, 1), targets.flatten()
         count = (targets != IGNORED).sum()
-        # accelerate may have offloaded it, and its hook changes nothing.
-        if (is_bare(head) or head.weight.is_meta) and head.bias is None:
+        if type(head) is nn.Linear and head.bias is None and head.weight.is_meta:  # offloaded by accelerate's hook
             loss = linear_cross_entropy(rows, stored_weight(head, "weight").to(hidden.device), flat)
         else:
-            losses = F.cross_entropy(head(rows).float(), flat, ignore_index=IGNORED, reduction="sum")
-            loss = losses / count.clamp(min=1)
+            loss = head_loss(head, rows, flat)
         return loss if num_items is None else loss * count / num_items
 
 

@@ -19,9 +19,9 @@ from gecko.inference.pieces import checked, cut
 from gecko.inference.prefill import Prefill, inference, read, shifted
 from gecko.inference.request import Finished, KeptStates, Request, Token, check_new_tokens
 from gecko.inference.sampling import Sampler, Sampling, check_seed, not_finite, random_numbers
+from gecko.layers.head import head_token_losses
 from gecko.models.gecko import Gecko
 from gecko.models.llama import KeyValues, Llama
-from gecko.ops.loss import token_cross_entropy
 from gecko.state import GeckoState
 
 LLAMA_PIECE = 2048
@@ -324,7 +324,7 @@ def score_llama(model: Llama, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
         last = hidden[-1:]
         if len(targets):
             with inference(model):
-                losses = token_cross_entropy(inputs, model.lm_head.weight, targets)
+                losses = head_token_losses(model.lm_head, inputs, targets)
             yield losses
 
 

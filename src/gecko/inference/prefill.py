@@ -15,6 +15,7 @@ from gecko.inference.pieces import pieces
 from gecko.inference.prefix_cache import Key, PrefixCache
 from gecko.inference.request import PromptScores, Request
 from gecko.inference.sampling import broken_rows, not_finite
+from gecko.layers.head import head_token_losses
 from gecko.models.gecko import Gecko
 from gecko.state import GeckoState
 
@@ -140,7 +141,7 @@ def score(
             inputs, targets = shifted(last, hidden[0], part)
             last, losses = hidden[0, -1:], hidden.new_empty(0)
             if len(targets):
-                losses = model.row_losses(inputs, targets.to(device))
+                losses = head_token_losses(model.head, inputs, targets.to(device))
         yield Scored(losses, state)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -22,8 +21,9 @@ from gecko.io.model_folder import GECKO, TIED, WRAPPERS, fill, fitted, float_dty
 from gecko.io.quantization import pack, plain_tensors, quantize, stored_bits, unpack
 from gecko.layers import CEMA, FeedForward, LayerNorm, RMSNorm, TimestepNorm, block_norm, embedding_, is_bare, project
 from gecko.layers.gated_attention import GatedAttention, MixerState
-from gecko.ops.common import compute_dtype, content
-from gecko.ops.loss import IGNORED, linear_cross_entropy, token_cross_entropy
+from gecko.layers.head import head_loss, head_token_losses
+from gecko.ops.common import content
+from gecko.ops.loss import IGNORED
 from gecko.runtime.tensors import meta_device, to_device
 from gecko.segments import Context, ContextExchange, Segments
 from gecko.state import GeckoState
@@ -137,17 +137,8 @@ class Gecko(nn.Module):
 
     def _mean_loss(self, hidden: Tensor, targets: Tensor, context: Context | None = None) -> Tensor:
         rows, flat = hidden.flatten(0, 1), targets.flatten()
-        if is_bare(self.head, bias=False):
-            loss = linear_cross_entropy(rows, self.head.weight, flat, z_loss=self.z_loss)
-        else:
-            loss = self._losses(rows, flat, self.z_loss).sum() / (flat != IGNORED).sum().clamp(min=1)
+        loss = head_loss(self.head, rows, flat, z_loss=self.z_loss)
         return loss if context is None else context.mean(loss, (targets != IGNORED).sum())
-
-    def _losses(self, rows: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-        """Return the loss of every row (N, D) through a head with a bias, an adapter or hooks."""
-        logits = project(rows, self.head)[0].to(compute_dtype(rows))
-        losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-        return losses + z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
 
     @torch.no_grad()
     def token_losses(
@@ -156,13 +147,8 @@ class Gecko(nn.Module):
     ) -> tuple[Tensor, GeckoState]:  # fmt: skip
         """Return the cross-entropy of every token in nats, (B, T), 0 for ignored targets, and the state."""
         hidden, state, targets = self._read_with_targets(tokens, targets, segment_ids, state, context)
-        return self.row_losses(hidden.flatten(0, 1), targets.flatten()).view(tokens.shape), state
-
-    def row_losses(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of hidden states (N, D) in nats, (N,), 0 for ignored targets; without gradients."""
-        if is_bare(self.head, bias=False):
-            return token_cross_entropy(rows, self.head.weight, targets)
-        return self._losses(rows, targets)
+        losses = head_token_losses(self.head, hidden.flatten(0, 1), targets.flatten())
+        return losses.view(tokens.shape), state
 
     def hidden(
         self, tokens: Tensor, segment_ids: Tensor | None = None, state: GeckoState | None = None,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gecko.config import Architecture, Epsilon, Layers, RopeBase, Size
 from gecko.io.model_folder import Layout, fill, fitted, float_dtype, read_folder, write_folder
+from gecko.layers.head import head_loss, head_token_losses
 from gecko.models.gecko import ActivationCheckpointing, check_tokens, run_block, trained_targets
-from gecko.ops.loss import linear_cross_entropy, token_cross_entropy
 from gecko.records import build, check
 from gecko.runtime.process import require, without_log_warnings
 from gecko.runtime.tensors import meta_device, to_device
@@ -182,7 +182,7 @@ class Llama(nn.Module):
         return self._mean_loss(self._of_layout(tokens, segments), targets)
 
     def _mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten(), z_loss=self.z_loss)
+        return head_loss(self.lm_head, hidden.flatten(0, 1), targets.flatten(), z_loss=self.z_loss)
 
     @torch.no_grad()
     def token_losses(
@@ -190,7 +190,7 @@ class Llama(nn.Module):
     ) -> tuple[Tensor, None]:
         """Return the cross-entropy of every token in nats, (B, T), 0 for ignored targets, and None for the state."""
         hidden, targets = self._with_targets(tokens, targets, segment_ids, context)
-        losses = token_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        losses = head_token_losses(self.lm_head, hidden.flatten(0, 1), targets.flatten())
         return losses.view(tokens.shape), None
 
     def _with_targets(
