@@ -277,6 +277,7 @@ JSON_LINES = {
     b'{"text": "a"': "must hold one JSON object; got invalid JSON",
     b"[" * 100_000: "must hold one JSON object; got invalid JSON",
     b'{"text": ' + b"1" * 5000 + b"}": "must hold one JSON object; got invalid JSON",
+    b'{"text": "a", "id": 1, "text": "b"}': "must hold one JSON object; .* .the name 'text' is twice in one object",
     b"[1]": "must hold one JSON object; got a list",
     b'{"body": "a", "id": 1}': r"must have the field 'text' .* got the fields \['body', 'id'\]",
     b'{"text": 5}': "must hold a string in its field 'text'; got a int",

@@ -12,6 +12,7 @@ import shutil
 import stat
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,11 +97,19 @@ T = TypeVar("T")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text of a file; raise ValueError if it is not JSON, or nested too deep."""
+    """Return the value of a JSON text of a file; raise ValueError if it is not JSON, nested too deep, or has an object
+    with a name twice, of which readers of JSON take one or the other."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object_of)
     except RecursionError as error:
         raise ValueError("lists and objects are nested too deep") from error
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the name {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is twice in one object")
+    return found
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
