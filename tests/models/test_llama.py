@@ -155,8 +155,11 @@ def test_what_is_added_to_the_head_is_in_its_losses(model: Llama, hooked: bool) 
     else:
         model.lm_head.bias = torch.nn.Parameter(added)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    each = F.cross_entropy(model(inputs)[0], targets[0], reduction="none").detach()
-    torch.testing.assert_close(model.loss(inputs, targets).detach(), each.mean())
+    logits = model(inputs)[0].detach()
+    each = F.cross_entropy(logits, targets[0], reduction="none")
+    for model.z_loss in (0.1, 0.0):
+        expected = each.mean() + model.z_loss * logits.logsumexp(-1).square().mean()
+        torch.testing.assert_close(model.loss(inputs, targets).detach(), expected)
     torch.testing.assert_close(model.token_losses(inputs, targets)[0][0], each)
     torch.testing.assert_close(torch.cat([*score_llama(model, [tokens[0]])]), each)
 

@@ -31,4 +31,5 @@ def head_token_losses(head: nn.Linear, rows: Tensor, targets: Tensor) -> Tensor:
 def _called_losses(head: nn.Linear, rows: Tensor, targets: Tensor, z_loss: float) -> Tensor:
     logits = project(rows, head)[0].to(compute_dtype(rows))
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    return losses + z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
+    # Without the condition, its gradient would keep all logits a second time.
+    return losses + z_loss * logits.logsumexp(-1).square() * (targets != IGNORED) if z_loss else losses
