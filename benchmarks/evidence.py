@@ -90,11 +90,11 @@ def ahead(baseline: str, size: str) -> Row:
     seeds, losses = ladder.tuning_losses(ladder.contenders(names))
     numbers = ", ".join(map(str, sorted(seeds)))
     text = (
-        f"nats per byte above Gecko, {found.seeds} of {model.seeds} seeds, four novels, 10 MB, at “{chosen}”, the best "
-        f"of {ran} of {len(names)} settings run; the tuning novels kept {len(losses)}, which no other leads by "
-        f"more than {ladder.MARGIN} in the runs that both have, and chose it by seeds {numbers}; its "
-        f"rate, {model.rate:g}, is {f'the {end} end of' if end else 'inside'} those run: {found.shown()}"
-        f"{'; two seeds hardly decide' if found.seeds == 2 else ''}"
+        f"{found.change.shown()}: nats per byte above Gecko, four novels, 10 MB, {found.seeds} of {model.seeds} seeds"
+        f"{', which hardly decide' if found.seeds == 2 else ''}; at “{chosen}”, the best of {ran} of {len(names)} "
+        f"settings run: the tuning novels kept {len(losses)}, which no other leads by more than {ladder.MARGIN} in the "
+        f"runs that both have, and chose it by seeds {numbers}; its rate, {model.rate:g}, is "
+        f"{f'the {end} end of' if end else 'inside'} those run{'; pairs of different code' * found.other_code}"
     )
     missing, verdict = ladder.missing(names, gecko), _verdict(found.change.low > ladder.MARGIN)
     if np.isnan(found.change.mean):
@@ -146,9 +146,9 @@ def rules() -> Row:
         for cells in capacity.differing(*forms)
     )
     text = (
-        f"share of the pairs recalled, less the linear rule's, over {found[1]} cells of pairs and key width that "
-        f"seed 0 chose, by three other seeds: {found[0].shown(3)}; beyond {capacity.MARGIN} more in {more} of them, "
-        f"less in {less}"
+        f"{found[0].shown(3)} of the pairs recalled, less the linear rule's, over {found[1]} cells of pairs and "
+        f"key width that seed 0 chose, by three other seeds; beyond {capacity.MARGIN} more in {more} of them, less in "
+        f"{less}"
     )
     return claim, text, f"open: {missing} runs are missing" if missing else _verdict(found[0].low > capacity.MARGIN)
 
