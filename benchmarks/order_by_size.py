@@ -31,7 +31,6 @@ RESULTS = ("comparison/comparison", "comparison/longer", "comparison/order-")
 PICTURE = "loss-by-parameters.webp"
 CURVES = {
     "loss-by-tokens.webp": ("comparison/comparison", "tokens", "bytes trained on"),
-    "longer-loss-by-tokens.webp": ("comparison/longer", "tokens", "bytes trained on"),
     "order-4m-30-loss-by-time.webp": ("comparison/order-4m-30", "minutes", "minutes in training steps"),
 }  # fmt: skip
 """Pictures of the losses during training: result, place and its words."""
