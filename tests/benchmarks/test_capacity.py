@@ -99,7 +99,7 @@ def test_intervals_of_forms(results: Path) -> None:
     (middle, low, high), cells = capacity.difference("linear", capacity.PAPER) or ((0, 0, 0), 0)
     assert (middle, cells) == (pytest.approx(-0.16), 2) and low < middle < high, "seed 0 chooses, and does not answer"
     assert capacity.missing(capacity.PAPER, "linear") == 0 and evidence.rules()[2] == "holds"
-    assert "| -0.160 [" in capacity.page() and ", 2 cells |" in capacity.page()
+    assert "| -0.160 [" in capacity.page() and ", 2 cells: 0 more, 1 less |" in capacity.page()
 
 
 def test_the_command_trains_and_scores(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
