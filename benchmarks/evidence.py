@@ -171,6 +171,24 @@ def parts() -> Row:
     return "Each new part helps: loss with it replaced (rows of 2,048 bytes of books)", text, verdict
 
 
+def norms() -> Row:
+    """The decay norm is better beyond 2 K if the cumulative one's loss is further behind with a longer context."""
+    contexts, forms = {"2 K": 2**11, "16 K": 2**14, "256 K": 2**18}, ("compare_cumulative", "compare_gecko")
+    records = [[kept.read(f"perplexity/{form}-norms-{seed}") for seed in range(3)] for form in forms]
+    losses = [[[_score(one, "nats a token", context=size)["value"] for size in contexts.values()] for one in seeds]
+              for seeds in records]  # fmt: skip
+    behind = np.subtract(losses[0], losses[1])
+    shown = ", ".join(
+        f"{over_seeds(column).shown()} at {name}" for name, column in zip(contexts, behind.T, strict=True)
+    )
+    growth = over_seeds(behind[:, -1] - behind[:, 0])
+    text = (
+        f"nats per byte of the first 524,288 bytes of Gibbon above Gecko's, 5 MB, 3 seeds: {shown}; from 2 K to 256 K "
+        f"{growth.shown()}, the margin is {ladder.MARGIN}"
+    )
+    return "The decay norm is better than the cumulative one beyond 2 K", text, _verdict(growth.low > ladder.MARGIN)
+
+
 def borders() -> Row:
     """No margin was stated beforehand, so the verdict is a size: the excess over a Llama, paired by seed."""
     found = {}
