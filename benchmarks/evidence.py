@@ -361,7 +361,7 @@ def _by_keys(long: bool, short: bool) -> str:
 
 
 CLAIMS: tuple[Callable[[], Row], ...] = (
-    order, parts, borders, long_texts, recall, rules, needles, cost_of_keys, forms, past,
+    order, parts, norms, borders, long_texts, recall, rules, needles, cost_of_keys, forms, past,
 )  # fmt: skip
 
 
