@@ -113,7 +113,7 @@ RUNGS = tuple(_rungs())
 LLAMAS = _llamas("Llama 2", "compare_llama", GECKO, (1.6e-2, 8e-3, 4e-3, 2e-3), 3)
 LLAMAS_4M = (
     *_llamas("Llama 2, 4 M", "compare_llama_4m", GECKO_4M, (8e-3, 4e-3, 2e-3, 1e-3), 2),
-    # Of these rates the best with Gecko's initialisation was the highest, and the best without it was not.
+    # With Gecko's initialisation the highest of these rates was the best, so a higher one ran; without it 0.004 was.
     Model("Llama 2, 4 M, Gecko's initialisation, rate 0.016", "compare_llama_4m", (), GECKO_4M, 1.6e-2, 2, True),
 )
 BESIDE = (
